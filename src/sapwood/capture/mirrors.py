@@ -1,0 +1,55 @@
+"""Attributes that repeat a weight's size without the forward reading them (``out_features``).
+
+Nothing breaks when they go stale, but people and tools read them, so a cut keeps them right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+_WEIGHTS = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
+_PLACES: dict[str, tuple[tuple[str, ...], int]] = {
+    "out_features": (_WEIGHTS, 0),
+    "in_features": (_WEIGHTS, 1),
+    "num_features": (("weight", "running_mean"), 0),
+    "num_channels": (("weight",), 0),
+    "embedding_dim": (("weight",), 1),
+    "nf": (("weight",), 1),
+    "nx": (("weight",), 0),
+    "out_channels": (_WEIGHTS, 0),
+    "in_channels": (_WEIGHTS, 1),
+}
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """``attribute`` equals the size of a parameter's dimension, times the value of ``times``."""
+
+    attribute: str
+    parameter: str
+    dim: int
+    times: str | None = None
+
+
+def find_mirrors(model: nn.Module) -> list[Mirror]:
+    found = []
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for attribute, (names, dim) in _PLACES.items():
+            value = vars(module).get(attribute)
+            name = next((n for n in names if n in own), None)
+            if type(value) is not int or name is None or own[name].dim() <= dim:
+                continue
+            times = None
+            if attribute.endswith("_channels"):
+                dim = 1 - dim if getattr(module, "transposed", False) else dim
+                times = "groups" if dim == 1 and hasattr(module, "groups") else None
+            size = own[name].shape[dim] * (getattr(module, times) if times else 1)
+            if size == value:
+                prefix = f"{path}." if path else ""
+                found.append(
+                    Mirror(prefix + attribute, prefix + name, dim, prefix + times if times else None)
+                )
+    return found

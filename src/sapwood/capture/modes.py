@@ -1,0 +1,91 @@
+"""The two modes a model runs under while it is watched.
+
+``WatchOperators`` sees every ATen operator and applies its rule. ``WatchFunctions`` sees the Python
+calls above it, hands out tagged shapes and reads tagged sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sapwood.capture import rules  # noqa: F401  (fills the registry)
+from sapwood.capture.functions import HANDLERS, hints_from, sizes_of
+from sapwood.capture.registry import apply_rule
+from sapwood.capture.sizes import strip
+from sapwood.capture.tracker import Tracker
+
+_SHAPE = torch.Tensor.shape
+_SIZE_METHODS = {"size", "numel", "nelement", "__len__"}
+
+
+class WatchOperators(TorchDispatchMode):
+    """Runs each operator and tells the tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        apply_rule(self.tracker, func, args, kwargs or {}, out)
+        return out
+
+
+class WatchFunctions(TorchFunctionMode):
+    """Hands out tagged shapes; reads tagged sizes from the arguments of functions."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is _SHAPE:
+            return sizes_of(self.tracker, args[0], func(*args, **kwargs))
+        name = getattr(func, "__name__", "")
+        if name in _SIZE_METHODS and args and isinstance(args[0], torch.Tensor):
+            return self._size(name, args, kwargs)
+        self.tracker.hints = hints_from(name, args, kwargs)
+        out = func(*[strip(a) for a in args], **{k: strip(v) for k, v in kwargs.items()})
+        self.tracker.hints = {}
+        if name in HANDLERS:
+            HANDLERS[name](self.tracker, args, kwargs, out)
+        return out
+
+    def _size(self, name: str, args: Any, kwargs: Any) -> Any:
+        shape = sizes_of(self.tracker, args[0], list(args[0].shape))
+        if name == "size":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return shape if dim is None else shape[int(strip(dim))]
+        if name == "__len__":
+            return len(args[0])
+        total: Any = 1
+        for size in shape:
+            total = total * size
+        return total
+
+
+@contextlib.contextmanager
+def plain_paths() -> Iterator[None]:
+    """Switch off fused paths that hide operators, and let functional code run openly."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    saved = {name: getattr(F, name) for name in names}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for name in names:
+            setattr(F, name, lambda *_: False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for name, function in saved.items():
+            setattr(F, name, function)
+        torch.backends.mha.set_fastpath_enabled(fast)

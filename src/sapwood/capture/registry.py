@@ -1,0 +1,119 @@
+"""The table of operator rules.
+
+A rule says how the ids of an operator's outputs follow from its inputs and which ids it links. It is
+a function of a ``Call`` and is looked up by the operator's schema name, without the overload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from sapwood.capture.tracker import Ids, Tracker
+from sapwood.errors import SapwoodError
+
+Rule = Callable[["Call"], None]
+RULES: dict[str, Rule] = {}
+
+
+@dataclass
+class Call:
+    """One operator call, after it ran: arguments by schema name, outputs, and the tracker."""
+
+    op: torch._ops.OpOverload
+    args: dict[str, Any]
+    outputs: Any
+    tracker: Tracker
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    @property
+    def name(self) -> str:
+        return short_name(self.op)
+
+    @property
+    def out(self) -> torch.Tensor:
+        found = self.outputs[0] if isinstance(self.outputs, (tuple, list)) else self.outputs
+        return found  # type: ignore[no-any-return]
+
+    def ids(self, tensor: torch.Tensor) -> list[Ids]:
+        return self.tracker.ids(tensor)
+
+    def inputs(self) -> Iterator[torch.Tensor]:
+        yield from tensors(self.args.values())
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators such as ``"aten::permute"``. Registering twice is refused."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise SapwoodError(
+                    f"expected one rule per operator; got a second one for {name}. "
+                    f"Remove one of the two @rule({name!r})."
+                )
+            RULES[name] = function
+        find_rule.cache_clear()
+        return function
+
+    return register
+
+
+def short_name(op: torch._ops.OpOverload) -> str:
+    """``aten::relu`` for relu, relu_ and all of their overloads."""
+    name = op._schema.name
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return plain
+
+
+@lru_cache(maxsize=None)
+def find_rule(op: torch._ops.OpOverload) -> Rule | None:
+    """The rule for an operator: by name, by the name of its out-of-place form, by its tag."""
+    found = RULES.get(op._schema.name) or RULES.get(short_name(op))
+    if found is None and torch.Tag.pointwise in op.tags:
+        found = RULES["pointwise"]
+    return found
+
+
+@lru_cache(maxsize=None)
+def _parameters(op: torch._ops.OpOverload) -> tuple[tuple[str, Any], ...]:
+    return tuple((a.name, a.default_value) for a in op._schema.arguments)
+
+
+def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by schema name, defaults filled in."""
+    bound = {}
+    for position, (name, default) in enumerate(_parameters(op)):
+        bound[name] = args[position] if position < len(args) else kwargs.get(name, default)
+    return bound
+
+
+def apply_rule(tracker: Tracker, op: torch._ops.OpOverload, args: Any, kwargs: Any, outputs: Any) -> None:
+    """Run an operator's rule; freeze what reaches an operator that has none."""
+    call = Call(op, bind(op, args, kwargs), outputs, tracker)
+    for tensor in call.inputs():
+        found = tracker.names.get(tensor)
+        if found is not None:
+            tracker.touched.add(found[0])
+    function = find_rule(op)
+    if function is not None:
+        function(call)
+        return
+    for tensor in call.inputs():
+        for ids in tracker.ids(tensor):
+            tracker.pin(ids, f"the operator {op._schema.name} has no rule")

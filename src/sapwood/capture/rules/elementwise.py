@@ -1,0 +1,131 @@
+"""Operators that work position by position, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sapwood.capture.registry import Call, rule, tensors
+from sapwood.capture.tracker import Ids, Tracker
+
+
+def broadcast(tracker: Tracker, operands: Iterable[torch.Tensor], rank: int, what: str) -> list[Ids]:
+    """Link the operands' axes, aligned from the right; give the ids of the result."""
+    result: list[Ids] = [None] * rank
+    sizes = [1] * rank
+    for tensor in operands:
+        ids = tracker.ids(tensor)
+        for dim, size in enumerate(tensor.shape):
+            place = rank - tensor.dim() + dim
+            if size == 1 or place < 0:
+                continue
+            result[place] = ids[dim] if sizes[place] == 1 else tracker.link(result[place], ids[dim], what)
+            sizes[place] = size
+    return result
+
+
+@rule(
+    "pointwise",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::copy",
+    "aten::detach",
+    "aten::alias",
+    "aten::lift_fresh",
+    "aten::lift_fresh_copy",
+    "aten::contiguous",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::empty_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::fill",
+    "aten::zero",
+    "aten::dropout",
+    "aten::native_dropout",
+    "aten::bernoulli",
+    "aten::uniform",
+    "aten::normal",
+    "aten::exponential",
+    "aten::log_normal",
+    "aten::random",
+    "aten::masked_fill",
+    "aten::where",
+    "aten::rrelu_with_noise",
+    "aten::_conj",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::lerp",
+    "aten::addcmul",
+    "aten::addcdiv",
+)
+def elementwise(call: Call) -> None:
+    tracker = call.tracker
+    outputs = list(tensors([call.outputs]))
+    rank = max((t.dim() for t in outputs), default=0)
+    operands = list(call.inputs())
+    dims = broadcast(tracker, operands, rank, call.name)
+    for out in outputs:
+        if out.dim() == rank:
+            tracker.assign(out, [d if n > 1 else None for d, n in zip(dims, out.shape, strict=True)])
+    _keep_maker(call, operands)
+
+
+def _keep_maker(call: Call, operands: list[torch.Tensor]) -> None:
+    """Scaling a factor scales a product; scaling all terms scales a sum."""
+    tracker = call.tracker
+    found = [tracker.makers.get(t) for t in operands]
+    known = [m for m in found if m is not None]
+    linear = {"aten::clone", "aten::_to_copy", "aten::detach", "aten::alias", "aten::neg", "aten::contiguous"}
+    if not known:
+        return
+    same = all(m.sites == known[0].sites for m in known)
+    product = call.name in ("aten::mul", "aten::div") and found[0] is not None and len(known) == 1
+    total = call.name in ("aten::add", "aten::sub") and len(known) == len(operands) and same
+    if call.name in linear or product or total:
+        tracker.makers[call.out] = known[0]
+
+
+@rule("aten::prelu", "aten::_prelu_kernel")
+def prelu(call: Call) -> None:
+    tracker, x, weight = call.tracker, call["self"], call["weight"]
+    ids = tracker.ids(x)
+    if weight.dim() == 1 and weight.numel() > 1:
+        tracker.link(ids[1], tracker.ids(weight)[0], call.name)
+    elif weight.dim() > 1:
+        ids = broadcast(tracker, (x, weight), x.dim(), call.name)
+    tracker.assign(call.out, ids)
+
+
+@rule(
+    "aten::zeros",
+    "aten::ones",
+    "aten::full",
+    "aten::empty",
+    "aten::rand",
+    "aten::randn",
+    "aten::randint",
+    "aten::randperm",
+    "aten::arange",
+    "aten::linspace",
+    "aten::eye",
+    "aten::scalar_tensor",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+    "aten::new_empty",
+    "aten::tril_indices",
+    "aten::triu_indices",
+    "aten::sym_size",
+    "aten::is_same_size",
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::_assert_tensor_metadata",
+    "prim::device",
+)
+def makes_new(call: Call) -> None:
+    """Tensors made from numbers: their sizes are read from the arguments, at the function level."""

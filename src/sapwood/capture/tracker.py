@@ -1,0 +1,273 @@
+"""Book-keeping of a trace: coordinates, the links between them, and what may not be cut.
+
+Every dimension of every parameter and buffer owns one *coordinate id* per index. Every tensor that
+flows through the model carries, per dimension, either a vector of ids (one per position) or None
+(an axis of fixed size, such as the batch). Operator rules move these vectors along and call
+``link``, ``pin``, ``split`` and ``merge``; nothing here knows any operator.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
+from sapwood.types import Site
+
+Ids = np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A product axis: position (i, j, ...) goes if its row, its column, ... goes."""
+
+    cells: np.ndarray  # ids, in the shape of the grid
+    axes: tuple[Ids, ...]  # one id vector per axis of the grid, None for an axis of fixed size
+
+
+@dataclass(frozen=True)
+class Equation:
+    """Code computes a size as ``expr``; it must equal the survivors of id vector ``vector``."""
+
+    expr: Expr
+    vector: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one call: ``factor`` times the product of surviving widths."""
+
+    factor: int
+    vectors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The parameters whose output axis a tensor is a linear image of (to rescale it later)."""
+
+    sites: tuple[Site, ...]
+    axis: int | None  # which dimension still runs along the output axis; None once it was split
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class Rescale:
+    """Attention divides by the root of this width; the maker must make up for a change of it."""
+
+    vector: int
+    maker: Maker
+    where: str
+
+
+@dataclass
+class Tracker:
+    """All facts gathered while a model runs once."""
+
+    module_names: dict[int, str]
+    count: int = 0
+    edges: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    pins: list[tuple[np.ndarray, str]] = field(default_factory=list)
+    inexact: list[tuple[np.ndarray, str]] = field(default_factory=list)
+    grids: list[Grid] = field(default_factory=list)
+    vectors: list[np.ndarray] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
+    equalities: list[tuple[Expr, Expr, str]] = field(default_factory=list)
+    attribute_roots: dict[str, Any] = field(default_factory=dict)
+    attribute_values: dict[Expr, int] = field(default_factory=dict)
+    work: list[Work] = field(default_factory=list)
+    rescales: list[Rescale] = field(default_factory=list)
+    coordinates: dict[Site, np.ndarray] = field(default_factory=dict)
+    made: set[Site] = field(default_factory=set)
+    scales: set[Site] = field(default_factory=set)
+    touched: set[str] = field(default_factory=set)
+    names: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    state: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    makers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    facts_missing: bool = False
+    hints: dict[str, Any] = field(default_factory=dict)
+    _vector_of: dict[int, int] = field(default_factory=dict)
+    _merged: dict[tuple[bytes, ...], np.ndarray] = field(default_factory=dict)
+    _split: dict[tuple[bytes, tuple[int, ...]], tuple[Ids, ...]] = field(default_factory=dict)
+
+    # -- ids of tensors ---------------------------------------------------------------------
+
+    def fresh(self, size: int) -> np.ndarray:
+        start = self.count
+        self.count += size
+        return np.arange(start, self.count)
+
+    def register(self, name: str, tensor: torch.Tensor) -> None:
+        """Give every dimension of a parameter or buffer its coordinates, once."""
+        dims: list[Ids] = []
+        for dim, size in enumerate(tensor.shape):
+            site = (name, dim)
+            if site not in self.coordinates:
+                self.coordinates[site] = self.fresh(size)
+            dims.append(self.coordinates[site] if size > 1 else None)
+        self.state[tensor] = dims
+        self.names[tensor] = (name, tuple(range(tensor.dim())))
+
+    def ids(self, tensor: torch.Tensor) -> list[Ids]:
+        found = self.state.get(tensor)
+        return list(found) if found is not None else [None] * tensor.dim()
+
+    def assign(self, tensor: torch.Tensor, dims: Sequence[Ids]) -> None:
+        for position, size in enumerate(tensor.shape):
+            held = dims[position]
+            if held is not None and len(held) != size:
+                raise AssertionError(f"a rule gave {len(held)} ids to a dimension of {size}")
+        self.state[tensor] = [d if n > 1 else None for d, n in zip(dims, tensor.shape, strict=True)]
+
+    def site(self, tensor: torch.Tensor, dim: int) -> Site | None:
+        """The parameter dimension that this (possibly permuted) tensor dimension is."""
+        found = self.names.get(tensor)
+        return (found[0], found[1][dim]) if found is not None else None
+
+    # -- facts ------------------------------------------------------------------------------
+
+    def link(self, left: Ids, right: Ids, what: str) -> Ids:
+        """The two axes meet position by position: they go together, or neither may go."""
+        if left is None and right is None:
+            return None
+        if left is None or right is None:
+            tracked = left if right is None else right
+            self.pin(tracked, f"{what} meets an axis of fixed size")
+            return tracked
+        if left is not right:
+            self.edges.append((left, right))
+        return left
+
+    def pin(self, ids: Ids, reason: str, where: str | None = None) -> None:
+        """These coordinates may not be removed, for a reason a user can read."""
+        if ids is not None and len(ids):
+            self.pins.append((ids.ravel(), f"{reason} ({where or self.where()})"))
+
+    def mark_inexact(self, ids: Ids, reason: str) -> None:
+        """Removing one of these changes statistics taken over the axis."""
+        if ids is not None:
+            self.inexact.append((ids, reason))
+
+    def split(self, ids: Ids, shape: Sequence[int]) -> list[Ids]:
+        """The id vectors of an axis viewed as ``shape``."""
+        if ids is None:
+            return [None] * len(shape)
+        key = (ids.tobytes(), tuple(shape))
+        if key not in self._split:
+            cells = ids.reshape(tuple(shape))
+            found = [_distinct(cells, axis) for axis in range(len(shape))]
+            core = cells[np.ix_(*(first for first, _ in found))]
+            moving = [axis for axis, n in enumerate(core.shape) if n > 1]
+            core = core.squeeze()
+            parts = [core] if len(moving) == 1 else [self.fresh(core.shape[m]) for m in range(len(moving))]
+            if len(moving) > 1:
+                self._remember_grid(core, tuple(parts))
+            axes: list[Ids] = [None] * len(shape)
+            for axis, part in zip(moving, parts, strict=True):
+                axes[axis] = part[found[axis][1]]
+            self._split[key] = tuple(axes)
+        return list(self._split[key])
+
+    def merge(self, axes: Sequence[Ids], shape: Sequence[int]) -> Ids:
+        """The id vector of several axes flattened into one."""
+        moving = [a for a, ids in enumerate(axes) if ids is not None]
+        if not moving:
+            return None
+        held = [ids for ids in axes if ids is not None]
+        if len(held) == 1:
+            cells = held[0]
+        else:
+            found = [_distinct(ids, 0) for ids in held]
+            parts = tuple(ids[first] for ids, (first, _) in zip(held, found, strict=True))
+            key = tuple(p.tobytes() for p in parts)
+            if key not in self._merged:
+                grid_shape = tuple(len(p) for p in parts)
+                self._remember_grid(self.fresh(int(np.prod(grid_shape))).reshape(grid_shape), parts)
+            cells = self._merged[key][np.ix_(*(inverse for _, inverse in found))]
+        shown = cells.reshape(tuple(n if a in moving else 1 for a, n in enumerate(shape)))
+        return np.ascontiguousarray(np.broadcast_to(shown, tuple(shape))).ravel()
+
+    def _remember_grid(self, cells: np.ndarray, parts: tuple[Ids, ...]) -> None:
+        self.grids.append(Grid(cells, parts))
+        self._merged[tuple(p.tobytes() for p in parts if p is not None)] = cells
+
+    # -- sizes ------------------------------------------------------------------------------
+
+    def vector(self, ids: np.ndarray) -> int:
+        found = self._vector_of.get(id(ids))
+        if found is None:
+            found = self._vector_of[id(ids)] = len(self.vectors)
+            self.vectors.append(ids)
+        return found
+
+    def tagged(self, size: int, ids: Ids) -> int:
+        """A dimension's size as code sees it."""
+        return size if ids is None else TaggedInt(size, Width(self.vector(ids)), self)
+
+    def equate(self, expr: Expr, ids: Ids, what: str) -> None:
+        """Code says ``expr`` where the survivors of ``ids`` will be counted."""
+        if ids is None or len(ids) == 0:
+            return
+        if isinstance(expr, int):
+            self.pin(ids, f"{what} is written as the number {expr}")
+        elif not (isinstance(expr, Width) and self.vectors[expr.vector] is ids):
+            self.equations.append(Equation(expr, self.vector(ids), f"{what}, {self.where()}"))
+
+    def on_equal(self, left: Expr, right: Expr) -> None:
+        if left != right:
+            self.equalities.append((left, right, self.where()))
+
+    def on_factor(self, expr: Expr, value: int) -> None:
+        """A size became a factor: it must stay the same, or the values computed would change."""
+        self.equalities.append((expr, value, f"used as a factor, {self.where()}"))
+
+    def count_work(self, factor: int, *dims: tuple[Ids, int]) -> None:
+        vectors = []
+        for ids, size in dims:
+            if ids is None:
+                factor *= size
+            else:
+                vectors.append(self.vector(ids))
+        self.work.append(Work(factor, tuple(vectors)))
+
+    # -- where we are -----------------------------------------------------------------------
+
+    def where(self) -> str:
+        """Module path and source line of the user's code that is running now."""
+        frame = sys._getframe(1)
+        line, path = "", ""
+        while frame is not None:
+            package = frame.f_globals.get("__name__", "").split(".")[0]
+            if not line and package not in ("torch", "sapwood", "contextlib", "functools"):
+                line = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            if not path:
+                path = self.module_names.get(id(frame.f_locals.get("self")), "")
+            if line and path:
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return " in ".join(p for p in (line, path) if p) or "the model's forward"
+
+
+def _distinct(cells: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions along an axis that differ: first occurrences, and for each position its number."""
+    rows = np.moveaxis(cells, axis, 0).reshape(cells.shape[axis], -1).astype(np.uint64)
+    weights = np.random.default_rng(0).integers(1, 2**63, rows.shape[1], dtype=np.uint64)
+    _, first, inverse = np.unique((rows * weights).sum(axis=1), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[inverse]
+
+
+def leaves(expr: Expr) -> list[Expr]:
+    """The attributes and widths an expression is made of."""
+    if isinstance(expr, Op):
+        return leaves(expr.left) + leaves(expr.right)
+    return [] if isinstance(expr, int) else [expr]

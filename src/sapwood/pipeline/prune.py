@@ -1,0 +1,179 @@
+"""``make_plan`` and ``prune``: trace, score, plan, cut and check, and mend what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sapwood.capture.modes import plain_paths
+from sapwood.capture.run import Inputs, as_call, fake_inputs, fake_tensors, tensors_in, to_meta
+from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.capture.trace import Trace
+from sapwood.capture.trace import trace as make_trace
+from sapwood.errors import SapwoodError
+from sapwood.planning.counts import units_of
+from sapwood.planning.draft import build_plan, draft_plan
+from sapwood.scoring import Score, score_groups
+from sapwood.surgery.check import check as run_check
+from sapwood.surgery.cut import cut
+from sapwood.types import Budget, CheckResult, Plan
+
+Fails = Callable[[Plan], str]
+"""A plan -> what is wrong with the model it gives; empty when nothing is."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What ``prune`` gives: the model, and how it came about."""
+
+    model: nn.Module
+    plan: Plan
+    check: CheckResult
+    trace: Trace
+
+
+@dataclass
+class _Planner:
+    """One trace and one set of scores, from which plans are drafted until one holds."""
+
+    model: nn.Module
+    inputs: Inputs
+    budget: Budget
+    score: Score
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.trace = make_trace(self.model, self.inputs)
+        tensors = named_tensors(self.model)
+        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales)
+        self.barred: dict[str, str] = {}
+
+    def plan_until(self, fails: Fails) -> Plan:
+        """Draft a plan; while it fails, find the groups at fault and leave them whole."""
+        while True:
+            plan = draft_plan(
+                self.trace, self.scores, self.budget, frozen_groups=self.barred, **self.options
+            )
+            problem = fails(plan)
+            if not problem:
+                return plan
+            for name, why in self._at_fault(plan, fails, problem).items():
+                self.barred[name] = why
+
+    def _at_fault(self, plan: Plan, fails: Fails, problem: str) -> dict[str, str]:
+        """Bisect over groups (with those they are tied to) for one that fails by itself."""
+        units = self._tied(list(plan.groups))
+        while len(units) > 1:
+            half = len(units) // 2
+            for part in (units[:half], units[half:]):
+                found = fails(self._only(plan, part))
+                if found:
+                    units, problem = part, found
+                    break
+            else:
+                break  # only together do they fail: leave out all that is left
+        return {name: problem for unit in units for name in unit}
+
+    def _only(self, plan: Plan, units: Sequence[Sequence[str]]) -> Plan:
+        wanted = {name for unit in units for name in unit}
+        return build_plan(self.trace, {n: k for n, k in plan.groups.items() if n in wanted})
+
+    def _tied(self, names: list[str]) -> list[list[str]]:
+        """Groups of the plan that must be cut together because sizes depend on one another."""
+        index = {g.name: i for i, g in enumerate(self.trace.groups)}
+        units = units_of(self.trace.dense, [f for f, _ in self.trace.constraints])
+        by_group = {g: n for n, u in enumerate(units) for g in u.groups}
+        found: dict[int, list[str]] = {}
+        for name in names:
+            found.setdefault(by_group[index[name]], []).append(name)
+        return list(found.values())
+
+    def runs(self, plan: Plan) -> str:
+        """Try the cut without data: does it run, and give outputs of the same shapes?"""
+        if not plan.keep:
+            return ""
+        if self.trace.mode == "real":
+            return self._compare(cut(self.model, plan), self.inputs)
+        if self.trace.mode == "meta":
+            return self._compare(cut(self.model, plan), to_meta(self.inputs))
+        with fake_tensors() as mode:
+            fake = rebuild(self.model, lambda _, t: mode.from_tensor(t))
+            return self._compare(cut(fake, plan), fake_inputs(mode, self.inputs))
+
+    def _compare(self, small: nn.Module, inputs: Inputs) -> str:
+        try:
+            with torch.no_grad(), plain_paths():
+                outputs = small.eval()(*inputs[0], **inputs[1])
+        except Exception as error:
+            return f"the cut model's forward raised {type(error).__name__}: {error}"
+        shapes = [tuple(t.shape) for t in tensors_in(outputs)]
+        if shapes != self.trace.outputs:
+            return f"outputs changed from {self.trace.outputs} to {shapes}"
+        return ""
+
+
+def make_plan(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: Budget,
+    score: Score = "l1",
+    allocate: str = "global",
+    ignore: Iterable[str] = (),
+    round_to: int | None = None,
+) -> Plan:
+    """Decide what to keep. The plan is tried on tensors without data before it is handed out."""
+    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to)
+    return planner.plan_until(planner.runs)
+
+
+def prune(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: Budget,
+    score: Score = "l1",
+    allocate: str = "global",
+    ignore: Iterable[str] = (),
+    round_to: int | None = None,
+) -> Pruned:
+    """Trace, score, plan, cut and check. The model given is not changed; the one returned holds."""
+    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to)
+    results: dict[int, tuple[nn.Module, CheckResult]] = {}
+
+    def fails(plan: Plan) -> str:
+        problem = planner.runs(plan)
+        if problem:
+            return problem
+        small = cut(planner.model, plan)
+        result = run_check(planner.model, small, plan, example_inputs)
+        results.clear()
+        results[id(plan)] = (small, result)
+        if result.passed:
+            return ""
+        return result.notes[0] if result.notes else f"its output is off by {result.max_error:.1e}"
+
+    plan = planner.plan_until(fails)
+    small, result = results[id(plan)]
+    return Pruned(small, plan, result, planner.trace)
+
+
+def _planner(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: Budget,
+    score: Score,
+    allocate: str,
+    ignore: Iterable[str],
+    round_to: int | None,
+) -> _Planner:
+    if not isinstance(budget, Budget):
+        raise SapwoodError(
+            f"budget: expected a Budget; got {budget!r}. For example sw.Budget(flops=0.5) keeps half of the FLOPs."
+        )
+    name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
+    options = {"allocate": allocate, "ignore": tuple(ignore) if not isinstance(ignore, str) else (ignore,)}
+    options |= {"round_to": round_to, "score_name": name}
+    return _Planner(require_plain(model), as_call(example_inputs), budget, score, options)

@@ -1,0 +1,156 @@
+"""How many channels each group keeps, so that a budget is met and all sizes still fit together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse.csgraph import connected_components
+
+from sapwood.capture.forms import Form
+
+Targets = Callable[[float], np.ndarray]
+"""A level between 0 and 1 -> how many channels of each group would stay, as a float."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Groups whose counts depend on one another, with the equations that tie them."""
+
+    groups: tuple[int, ...]
+    rows: np.ndarray  # coefficients, one row per equation
+    constants: np.ndarray
+
+
+def units_of(widths: Sequence[int], constraints: Sequence[Form]) -> list[Unit]:
+    """Partition the groups into units that can be decided apart."""
+    size = len(widths)
+    touches = np.zeros((size, size), dtype=bool)
+    for form in constraints:
+        numbers = [g for g, _ in form.terms]
+        touches[numbers[0], numbers] = True
+    label = connected_components(touches, directed=False)[1] if size else np.zeros(0, int)
+    units = []
+    for value in range(int(label.max(initial=-1)) + 1):
+        members = np.flatnonzero(label == value)
+        place = {int(g): i for i, g in enumerate(members)}
+        own = [f for f in constraints if f.terms[0][0] in place]
+        rows = np.zeros((len(own), len(members)))
+        for number, form in enumerate(own):
+            for group, coefficient in form.terms:
+                rows[number, place[group]] = coefficient
+        units.append(Unit(tuple(place), rows, np.array([f.constant for f in own], dtype=float)))
+    return units
+
+
+def settle(unit: Unit, targets: np.ndarray, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    """Whole counts at most the targets where possible, never zero, that satisfy the equations."""
+    floor = np.floor(targets / steps + 1e-9) * steps
+    counts = np.clip(floor, np.minimum(steps, widths), widths)
+    counts = np.where(fixed | (targets >= widths), widths, counts)
+    if not len(unit.rows):
+        return counts
+    for upper in (counts, widths.astype(float)):
+        found = _solve(unit, counts, upper, widths, fixed)
+        if found is not None:
+            return found
+    return widths.astype(float)
+
+
+def _solve(
+    unit: Unit, wanted: np.ndarray, upper: np.ndarray, widths: np.ndarray, fixed: np.ndarray
+) -> np.ndarray | None:
+    """Integer counts nearest to the wanted ones (each deviation relative to its width)."""
+    size = len(widths)
+    lower = np.where(fixed, widths, 1).astype(float)
+    # variables: counts, then their deviations from the wanted counts
+    cost = np.concatenate([np.zeros(size), 1.0 / widths])
+    eye = np.eye(size)
+    equations = LinearConstraint(np.hstack([unit.rows, np.zeros_like(unit.rows)]), -unit.constants, -unit.constants)
+    above = LinearConstraint(np.hstack([-eye, eye]), -wanted, np.inf)
+    below = LinearConstraint(np.hstack([eye, eye]), wanted, np.inf)
+    found = milp(
+        cost,
+        integrality=np.concatenate([np.ones(size), np.zeros(size)]),
+        bounds=Bounds(
+            np.concatenate([lower, np.zeros(size)]),
+            np.concatenate([np.maximum(upper, lower), np.full(size, np.inf)]),
+        ),
+        constraints=[equations, above, below],
+        options={"time_limit": 5.0},
+    )
+    return None if found.x is None else np.round(found.x[:size])
+
+
+def steps_for(round_to: int | None, blocks: Sequence[int], widths: Sequence[int]) -> np.ndarray:
+    """The step of each group's count so that its size in weights is a multiple of ``round_to``."""
+    if round_to is None:
+        return np.ones(len(widths))
+    steps = [round_to // math.gcd(round_to, block) for block in blocks]
+    return np.array([s if s <= w else 1 for s, w in zip(steps, widths, strict=True)], dtype=float)
+
+
+@dataclass
+class Allocator:
+    """Finds the highest level whose cost fits the budget, then uses up what is left over."""
+
+    units: list[Unit]
+    widths: np.ndarray
+    steps: np.ndarray
+    fixed: np.ndarray
+    targets: Targets
+    cost: Callable[[np.ndarray], float]
+
+    def counts(self, level: float, held: dict[int, np.ndarray] | None = None) -> np.ndarray:
+        wanted = self.targets(level)
+        result = np.zeros(len(self.widths))
+        for number, unit in enumerate(self.units):
+            index = list(unit.groups)
+            if held is not None and number in held:
+                result[index] = held[number]
+            else:
+                result[index] = settle(
+                    unit, wanted[index], self.widths[index], self.steps[index], self.fixed[index]
+                )
+        return result
+
+    def fit(self, limit: float, slack: float) -> np.ndarray:
+        """Counts whose cost is at most ``limit`` and, where the model allows, above limit - slack."""
+        held: dict[int, np.ndarray] = {}
+        best, level = self.counts(0.0), 0.0
+        for _ in range(len(self.units)):
+            low, high = self._bisect(limit, level, held)
+            best, level = self.counts(low, held), low
+            if limit - self.cost(best) <= slack or low >= 1.0:
+                break
+            above = self.counts(high, held)
+            jumped = [
+                n
+                for n, u in enumerate(self.units)
+                if n not in held and (above[list(u.groups)] != best[list(u.groups)]).any()
+            ]
+            if not jumped:
+                break
+            largest = max(jumped, key=lambda n: self._jump(best, above, n))
+            held[largest] = best[list(self.units[largest].groups)]
+        return best
+
+    def _jump(self, below: np.ndarray, above: np.ndarray, number: int) -> float:
+        mixed, index = below.copy(), list(self.units[number].groups)
+        mixed[index] = above[index]
+        return self.cost(mixed)
+
+    def _bisect(self, limit: float, low: float, held: dict[int, np.ndarray]) -> tuple[float, float]:
+        high = 1.0
+        if self.cost(self.counts(high, held)) <= limit:
+            return high, high
+        for _ in range(24):
+            middle = (low + high) / 2
+            if self.cost(self.counts(middle, held)) <= limit:
+                low = middle
+            else:
+                high = middle
+        return low, high

@@ -1,0 +1,234 @@
+"""From a trace, scores and a budget to a Plan."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sapwood.capture.sizes import Attr
+from sapwood.capture.trace import Trace
+from sapwood.errors import SapwoodError, explain
+from sapwood.planning.counts import Allocator, steps_for, units_of
+from sapwood.types import Budget, Plan, Scale
+
+ALLOCATIONS = ("uniform", "global")
+
+
+def draft_plan(
+    trace: Trace,
+    scores: Sequence[np.ndarray],
+    budget: Budget,
+    allocate: str = "global",
+    ignore: Iterable[str] = (),
+    round_to: int | None = None,
+    score_name: str = "",
+    frozen_groups: Mapping[str, str] | None = None,
+) -> Plan:
+    """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
+    if allocate not in ALLOCATIONS:
+        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
+    if round_to is not None and (not isinstance(round_to, int) or round_to < 1):
+        raise explain("a whole number of at least 1", repr(round_to), "For example round_to=8.", "round_to")
+    ignored = ignored_groups(trace, ignore)
+    barred = frozen_groups or {}
+    fixed = np.array([g.name in ignored or g.name in barred for g in trace.groups], dtype=bool)
+    counts = _count(trace, scores, budget, allocate, round_to, fixed)
+    kept = {
+        g.name: tuple(sorted(np.argsort(-s, kind="stable")[:n].tolist()))
+        for g, s, n in zip(trace.groups, scores, counts, strict=True)
+        if n < g.width
+    }
+    notes = tuple(f"group {name} was left whole: {why}" for name, why in barred.items())
+    return build_plan(trace, kept, budget=_describe(budget, allocate, round_to, score_name), notes=notes)
+
+
+def _describe(budget: Budget, allocate: str, round_to: int | None, score_name: str) -> dict[str, Any]:
+    return {
+        budget.kind: getattr(budget, budget.kind),
+        "allocate": allocate,
+        "round_to": round_to,
+        "score": score_name,
+    }
+
+
+def _count(
+    trace: Trace,
+    scores: Sequence[np.ndarray],
+    budget: Budget,
+    allocate: str,
+    round_to: int | None,
+    fixed: np.ndarray,
+) -> list[int]:
+    widths = np.array(trace.dense, dtype=float)
+    dense = trace.costs.evaluate(budget.kind, trace.dense)
+    limit = budget.limit(dense)
+    if limit >= dense:
+        return trace.dense
+    blocks = [max(m.shape[1] for m in g.members.values()) for g in trace.groups]
+    ranked = np.sort(np.concatenate(scores)) if len(scores) else np.zeros(0)
+    ordered = [np.sort(s) for s in scores]
+
+    def targets(level: float) -> np.ndarray:
+        if allocate == "uniform":
+            return widths * level
+        if level >= 1.0:
+            return widths
+        cut = ranked[min(int((1 - level) * len(ranked)), len(ranked) - 1)]
+        return np.array([len(s) - np.searchsorted(s, cut, side="left") for s in ordered], dtype=float)
+
+    allocator = Allocator(
+        units_of(trace.dense, [form for form, _ in trace.constraints]),
+        widths,
+        steps_for(round_to, blocks, trace.dense),
+        fixed,
+        targets,
+        lambda counts: trace.costs.evaluate(budget.kind, [int(c) for c in counts]),
+    )
+    if budget.kind == "channels" and allocate == "uniform":  # the same fraction of each group
+        return [int(c) for c in allocator.counts(limit / dense)]
+    least = allocator.cost(allocator.counts(0.0))
+    if least > limit:
+        raise _unreachable(trace, budget, int(least), dense, limit)
+    return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
+
+
+def _unreachable(trace: Trace, budget: Budget, least: int, dense: int, limit: float) -> SapwoodError:
+    worst = sorted(trace.frozen, key=lambda f: -f.channels)[:3]
+    why = "; ".join(f"{f.sites[0][0]} ({f.reason})" for f in worst) or "one channel must stay in each group"
+    return SapwoodError(
+        f"Budget({budget.kind}={getattr(budget, budget.kind)}): expected a budget of at least {least:,} of "
+        f"{dense:,} {budget.kind} ({least / dense:.1%}); got {limit:,.0f}. Frozen, among others: {why}. "
+        f"Ask for a larger budget, ignore less, or see trace.frozen."
+    )
+
+
+def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
+    """Groups whose channels are made by what the patterns name.
+
+    A module name stands for the channels that this module makes (its inputs may still shrink); a
+    full parameter name stands for every dimension of that parameter.
+    """
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    names = list(trace.shapes)
+    modules = sorted({".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
+    result: set[str] = set()
+    for pattern in patterns:
+        chosen, exact = _matching(pattern, names, modules)
+        sites = {(n, d) for n in chosen for d in range(len(trace.shapes[n]))}
+        made = {s for s in sites if s in trace.made}
+        wanted = made if made and not exact else sites
+        result |= {g.name for g in trace.groups if wanted & set(g.sites)}
+    return result
+
+
+def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[str], bool]:
+    if pattern.startswith("re:"):
+        try:
+            fits = re.compile(pattern[3:]).fullmatch
+        except re.error as error:
+            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", "ignore") from None
+        hit = {m for m in modules if fits(m)}
+        chosen = [n for n in names if fits(n) or any(n.startswith(m + ".") for m in hit)]
+    else:
+        if pattern in names:
+            return [pattern], True
+        chosen = [n for n in names if n.startswith(pattern + ".")]
+    if not chosen:
+        near = difflib.get_close_matches(pattern.removeprefix("re:"), [*modules, *names], n=3)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise explain(
+            "names of parameters or modules",
+            f"{pattern!r}, which matches nothing",
+            f"Use a name of model.named_modules() or 're:...'.{hint}",
+            "ignore",
+        )
+    return chosen, False
+
+
+def build_plan(
+    trace: Trace,
+    kept: Mapping[str, tuple[int, ...]],
+    budget: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """Spell out, by name, what keeping these channels of each group means."""
+    removed: dict[str, dict[int, list[np.ndarray]]] = {}
+    exact = True
+    for group in trace.groups:
+        if group.name not in kept:
+            continue
+        gone = np.setdiff1d(np.arange(group.width), np.array(kept[group.name], dtype=int))
+        exact = exact and (group.exact or not len(gone))
+        for (name, dim), members in group.members.items():
+            removed.setdefault(name, {}).setdefault(dim, []).append(members[gone].ravel())
+    keep = {
+        name: {
+            dim: tuple(np.setdiff1d(np.arange(trace.shapes[name][dim]), np.concatenate(parts)).tolist())
+            for dim, parts in sorted(dims.items())
+        }
+        for name, dims in removed.items()
+    }
+    counts = [len(kept.get(g.name, range(g.width))) for g in trace.groups]
+    achieved: dict[str, Any] = {}
+    for kind in ("channels", "params", "flops"):
+        achieved[kind] = trace.costs.evaluate(kind, counts)
+        achieved[f"dense_{kind}"] = trace.costs.evaluate(kind, trace.dense)
+    return Plan(
+        keep=keep,
+        attributes=_attributes(trace, counts, keep),
+        shapes={name: trace.shapes[name] for name in keep},
+        scales=_scales(trace, counts),
+        groups=dict(kept),
+        exact=exact,
+        budget=dict(budget or {}),
+        achieved=achieved,
+        notes=notes,
+    )
+
+
+def _attributes(trace: Trace, counts: list[int], keep: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[str, Any]:
+    """New values of the attributes that change: those the code reads, and those that only tell."""
+    changed: dict[str, Any] = {}
+    for attribute, form in trace.attributes.items():
+        assert isinstance(attribute, Attr)
+        new = form.value(counts)
+        if new != trace.attribute_values[attribute]:
+            held = changed.get(attribute.path, trace.attribute_roots[attribute.path])
+            changed[attribute.path] = _replaced(held, attribute.index, new)
+    for mirror in trace.mirrors:
+        dims = keep.get(mirror.parameter, {})
+        size = len(dims[mirror.dim]) if mirror.dim in dims else trace.shapes[mirror.parameter][mirror.dim]
+        if mirror.times is not None:
+            size *= changed.get(mirror.times, trace.attribute_roots[mirror.times])
+        if size != trace.attribute_roots[mirror.attribute]:
+            changed.setdefault(mirror.attribute, size)
+    return changed
+
+
+def _replaced(value: Any, index: tuple[int, ...], new: int) -> Any:
+    """A copy of a nested tuple or list with one entry replaced."""
+    if not index:
+        return new
+    parts = list(value)
+    parts[index[0]] = _replaced(parts[index[0]], index[1:], new)
+    return type(value)(parts)
+
+
+def _scales(trace: Trace, counts: list[int]) -> dict[str, tuple[Scale, ...]]:
+    """Make up for the root of the head width that attention divides by."""
+    found: dict[tuple[str, int, tuple[int, ...]], float] = {}
+    for form, maker in trace.rescales:
+        factor = math.sqrt(form.value(counts) / form.value(trace.dense))
+        if factor != 1.0:
+            for name, dim in maker.sites:
+                found[name, dim, tuple(maker.positions.tolist())] = factor
+    result: dict[str, tuple[Scale, ...]] = {}
+    for (name, dim, positions), factor in found.items():
+        result[name] = (*result.get(name, ()), Scale(dim, positions, factor))
+    return result

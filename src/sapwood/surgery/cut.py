@@ -1,0 +1,106 @@
+"""``cut``: a new, smaller model; the one given is not touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.errors import SapwoodError, explain
+from sapwood.types import Plan
+
+
+def cut(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model without the channels the plan leaves out."""
+    model = require_plain(model)
+    require_fit(model, plan)
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def replace(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if key not in shared:  # parameters that share their memory go on sharing it
+            shared[key] = sliced(name, tensor, plan)
+        return shared[key]
+
+    small = rebuild(model, replace)
+    for path, value in plan.attributes.items():
+        _set_attribute(small, path, value)
+    return small
+
+
+def sliced(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The part of a tensor that stays, in its own memory and memory format."""
+    with torch.no_grad():
+        result = slice_like(name, tensor.detach(), plan)
+        for scale in plan.scales.get(name, ()):
+            result = _rescale(result, name, scale.dim, scale.positions, scale.factor, plan)
+        if result.data_ptr() == tensor.data_ptr() or tensor.is_meta:
+            result = result.clone(memory_format=torch.preserve_format)
+        return result
+
+
+def slice_like(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Slice a tensor shaped like the parameter ``name`` (its momentum, its gradient)."""
+    result = tensor
+    for dim, kept in sorted(plan.keep.get(name, {}).items(), key=lambda item: len(item[1])):
+        result = result.index_select(dim, torch.tensor(kept, device=tensor.device))
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if tensor.dim() == (4 if layout is torch.channels_last else 5) and not tensor.is_contiguous():
+            if tensor.is_contiguous(memory_format=layout):
+                return result.contiguous(memory_format=layout)
+    return result
+
+
+def _rescale(
+    tensor: torch.Tensor, name: str, dim: int, positions: tuple[int, ...], factor: float, plan: Plan
+) -> torch.Tensor:
+    wanted = set(positions)
+    kept = plan.keep.get(name, {}).get(dim, range(plan.shapes.get(name, tensor.shape)[dim]))
+    factors = [factor if index in wanted else 1.0 for index in kept]
+    shape = [-1 if d == dim else 1 for d in range(tensor.dim())]
+    return tensor * torch.tensor(factors, dtype=tensor.dtype, device=tensor.device).view(shape)
+
+
+def require_fit(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for another model."""
+    tensors = named_tensors(model)
+    for name, shape in plan.shapes.items():
+        if name not in tensors:
+            raise explain(
+                f"a model with a parameter or buffer {name!r} of shape {tuple(shape)}",
+                f"{type(model).__name__}, which has none of that name",
+                "The plan was made for another model: make a plan for this one.",
+                "plan",
+            )
+        if tuple(tensors[name].shape) != tuple(shape):
+            raise explain(
+                f"{name!r} of shape {tuple(shape)}",
+                f"shape {tuple(tensors[name].shape)}",
+                "The plan was made for another model, or this one is cut already.",
+                "plan",
+            )
+        for dim, kept in plan.keep.get(name, {}).items():
+            if not kept or min(kept) < 0 or max(kept) >= shape[dim] or len(set(kept)) != len(kept):
+                raise explain(
+                    f"distinct indices from 0 to {shape[dim] - 1} for {name!r}, dim {dim}",
+                    f"{len(kept)} of them from {min(kept, default=None)} to {max(kept, default=None)}",
+                    "The plan is damaged: make it anew.",
+                    "plan",
+                )
+
+
+def _set_attribute(model: nn.Module, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    owner: Any = model
+    try:
+        for parent in parents:
+            owner = getattr(owner, parent)
+        held = getattr(owner, name)
+    except AttributeError:
+        raise SapwoodError(
+            f"plan: expected an attribute {path!r}; {type(model).__name__} has none. "
+            "The plan was made for another model: make a plan for this one."
+        ) from None
+    setattr(owner, name, tuple(value) if isinstance(held, tuple) else value)

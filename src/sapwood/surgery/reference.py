@@ -1,0 +1,225 @@
+"""The masked reference: the dense model in which removed channels contribute nothing.
+
+It runs the dense weights and, wherever channels are read, leaves the removed ones out: contractions
+and sums see zeros there; means, norms and softmaxes run over the survivors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sapwood.capture.classes import find_classes
+from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
+from sapwood.capture.registry import apply_rule, bind, short_name
+from sapwood.capture.run import as_call, tag_attributes, watch
+from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.capture.tracker import Ids, Tracker
+from sapwood.surgery.cut import require_fit
+from sapwood.types import Plan
+
+Survivors = Callable[[torch.Tensor, int], torch.Tensor | None]
+"""(tensor, dim) -> the positions along dim that stay; None when all do."""
+
+
+def masked_reference(model: nn.Module, plan: Plan) -> nn.Module:
+    """A callable model: call it with inputs as you would the dense one."""
+    model = require_plain(model)
+    require_fit(model, plan)
+    return _Reference(model, plan)
+
+
+class _Reference(nn.Module):
+    """Shares the dense model's memory; finds out anew, for each call, who reads what."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self._dense = (model,)  # in a tuple: not a submodule, never moved or saved with us
+        self.plan = plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dense = self._dense[0]
+        inputs = (args, kwargs)
+        seen, _ = watch(dense, inputs)
+        removed = removed_ids(seen, self.plan)
+        copied = rebuild(dense, lambda _, t: t.detach()).eval()
+        tracker = Tracker({})
+        for name, tensor in named_tensors(copied).items():
+            tracker.register(name, tensor)
+        tag_attributes(copied, tracker)
+        with torch.no_grad(), plain_paths(), _LeaveOut(tracker, removed), WatchFunctions(tracker):
+            return copied(*args, **kwargs)
+
+
+def removed_ids(tracker: Tracker, plan: Plan) -> np.ndarray:
+    """For every id of a trace, whether the plan removes it."""
+    classes = find_classes(tracker)
+    gone = np.zeros(classes.count, dtype=bool)
+    for name, dims in plan.keep.items():
+        for dim, kept in dims.items():
+            ids = tracker.coordinates[name, dim]
+            mask = np.ones(len(ids), dtype=bool)
+            mask[list(kept)] = False
+            gone[classes.label[ids[mask]]] = True
+    return gone[classes.label]  # type: ignore[no-any-return]
+
+
+class _LeaveOut(WatchOperators):
+    """Runs the dense model's operators on the survivors wherever an axis is read."""
+
+    def __init__(self, tracker: Tracker, removed: np.ndarray) -> None:
+        super().__init__(tracker)
+        self.removed = removed
+
+    def survivors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+        ids: Ids = self.tracker.ids(tensor)[dim]
+        if ids is None:
+            return None
+        known = ids[ids < len(self.removed)]
+        if len(known) < len(ids) or not self.removed[ids].any():
+            return None
+        return torch.tensor(np.flatnonzero(~self.removed[ids]), device=tensor.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        change = _READERS.get(short_name(func))
+        if change is None:
+            out = func(*args, **kwargs)
+        else:
+            out = change(func, bind(func, args, kwargs), self.survivors)
+        apply_rule(self.tracker, func, args, kwargs, out)
+        return out
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Any], Survivors], Any]] = {}
+
+
+def _reads(*names: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        _READERS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _call(op: Any, bound: dict[str, Any]) -> Any:
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    named = {a.name: bound[a.name] for a in op._schema.arguments if a.kwarg_only}
+    return op(*[bound[n] for n in positional], **named)
+
+
+def _zeroed(tensor: torch.Tensor, dim: int, kept: torch.Tensor | None) -> torch.Tensor:
+    if kept is None:
+        return tensor
+    mask = torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+    mask[kept] = True
+    shape = [-1 if d == dim % tensor.dim() else 1 for d in range(tensor.dim())]
+    return torch.where(mask.view(shape), tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+
+@_reads("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::mv", "aten::dot", "aten::vdot", "aten::linear")
+def _contraction(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    left = next(n for n in ("mat1", "batch1", "input", "self") if n in bound)
+    bound[left] = _zeroed(bound[left], -1, survivors(bound[left], -1))
+    return _call(op, bound)
+
+
+@_reads("aten::convolution", "aten::_convolution")
+def _convolution(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    bound["input"] = _zeroed(bound["input"], 1, survivors(bound["input"], 1))
+    return _call(op, bound)
+
+
+def _dims(bound: dict[str, Any], x: torch.Tensor) -> list[int]:
+    wanted = bound.get("dim")
+    if wanted is None or wanted == []:
+        return list(range(x.dim()))
+    return [d % x.dim() for d in ([wanted] if isinstance(wanted, int) else wanted)] if x.dim() else []
+
+
+@_reads("aten::sum", "aten::nansum", "aten::linalg_vector_norm", "aten::norm", "aten::any", "aten::count_nonzero")
+def _sum(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    x = bound["self"]
+    for dim in _dims(bound, x):
+        bound["self"] = _zeroed(bound["self"], dim, survivors(x, dim))
+    return _call(op, bound)
+
+
+@_reads("aten::mean", "aten::var", "aten::var_mean", "aten::std", "aten::std_mean", "aten::amax", "aten::amin")
+@_reads("aten::logsumexp", "aten::all", "aten::prod")
+def _statistic(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    x = bound["self"]
+    for dim in _dims(bound, x):
+        kept = survivors(x, dim)
+        bound["self"] = bound["self"] if kept is None else bound["self"].index_select(dim, kept)
+    return _call(op, bound)
+
+
+@_reads("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax")
+def _softmax(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    x, dim = bound["self"], bound["dim"]
+    kept = survivors(x, dim)
+    if kept is None:
+        return _call(op, bound)
+    bound["self"] = x.index_select(dim, kept)
+    return torch.zeros_like(x).index_copy(dim, kept, _call(op, bound))
+
+
+@_reads("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::layer_norm", "aten::rms_norm")
+def _layer_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    x, rank = bound["input"], len(bound["normalized_shape"])
+    kept = {d: survivors(x, d) for d in range(x.dim() - rank, x.dim())}
+    if all(k is None for k in kept.values()):
+        return _call(op, bound)
+    for dim, positions in kept.items():
+        if positions is not None:
+            bound["input"] = bound["input"].index_select(dim, positions)
+            for name in ("weight", "bias"):
+                if bound.get(name) is not None:
+                    bound[name] = bound[name].index_select(dim - x.dim() + rank, positions)
+    bound["normalized_shape"] = list(bound["input"].shape[x.dim() - rank :])
+    outputs = _call(op, bound)
+    whole = outputs[0] if isinstance(outputs, tuple) else outputs
+    for dim, positions in kept.items():
+        if positions is not None:
+            shape = list(whole.shape)
+            shape[dim] = x.shape[dim]
+            whole = whole.new_zeros(shape).index_copy(dim, positions, whole)
+    return (whole, *outputs[1:]) if isinstance(outputs, tuple) else whole
+
+
+@_reads("aten::native_group_norm")
+def _group_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    x, groups = bound["input"], bound["group"]
+    kept = survivors(x, 1)
+    if kept is None:
+        return _call(op, bound)
+    width = x.shape[1] // groups
+    rows, per_row = torch.unique(kept // width, return_counts=True)
+    if (per_row != per_row[0]).any():
+        raise AssertionError("a plan must keep equally many channels in each normalised group")
+    bound["input"] = x.index_select(1, kept)
+    for name in ("weight", "bias"):
+        if bound[name] is not None:
+            bound[name] = bound[name].index_select(0, kept)
+    bound["C"], bound["group"] = len(kept), len(rows)
+    out, mean, rstd = _call(op, bound)
+    whole = torch.zeros_like(x).index_copy(1, kept, out)
+    spread = [t.new_zeros(t.shape[0], groups).index_copy(1, rows, t) for t in (mean, rstd)]
+    return whole, *spread
+
+
+@_reads("aten::_weight_norm_interface")
+def _weight_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    v = bound["v"]
+    for dim in range(v.dim()):
+        if dim != bound["dim"]:
+            bound["v"] = _zeroed(bound["v"], dim, survivors(v, dim))
+    return _call(op, bound)
+
+
+__all__ = ["as_call", "masked_reference", "removed_ids"]

@@ -1,0 +1,119 @@
+"""The nouns every stage shares: sites, groups, what is frozen, budgets, plans, results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from sapwood.errors import explain
+
+Site = tuple[str, int]
+"""A parameter or buffer name and one of its dimensions."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that go together across parameters. ``width`` is how many there are."""
+
+    name: str
+    width: int
+    sites: tuple[Site, ...]
+    exact: bool
+    params_per_channel: int
+    flops_per_channel: int
+    members: Mapping[Site, np.ndarray] = field(repr=False, compare=False)
+    """For each site a row per channel: the indices that this channel owns there."""
+    note: str = ""
+
+    @property
+    def approximate(self) -> bool:
+        return not self.exact
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Channels that may not be cut, and why."""
+
+    sites: tuple[Site, ...]
+    reason: str
+    channels: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may remain: a fraction (0 < x <= 1) or an absolute number (an int above 1)."""
+
+    channels: float | int | None = None
+    params: float | int | None = None
+    flops: float | int | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if len(given) != 1:
+            raise explain(
+                "exactly one of channels, params, flops",
+                ", ".join(given) or "none",
+                "For example Budget(flops=0.5) keeps half of the floating-point operations.",
+                "Budget",
+            )
+        ((name, value),) = given.items()
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (0 < value <= 1 or (value > 1 and float(value).is_integer())):
+            raise explain(
+                "a fraction above 0 and at most 1, or a whole number above 1",
+                f"{name}={value!r}",
+                f"Budget({name}=0.5) keeps half of what is there.",
+                "Budget",
+            )
+
+    @property
+    def kind(self) -> str:
+        return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+    def limit(self, dense: int) -> float:
+        """The most that may remain, of ``dense``."""
+        value = getattr(self, self.kind)
+        return float(value * dense if value <= 1 else value)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply these positions of a parameter's dimension by a factor (attention scale)."""
+
+    dim: int
+    positions: tuple[int, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep, by name. Data only: it can be saved, read, diffed and replayed."""
+
+    keep: Mapping[str, Mapping[int, tuple[int, ...]]]
+    attributes: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes before the cut, of every parameter and buffer that is cut."""
+    scales: Mapping[str, tuple[Scale, ...]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each group that is cut, the channels that stay."""
+    exact: bool = True
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    achieved: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """How the cut model compares with the masked reference."""
+
+    status: str  # "exact" or "approximate"; "failed" when it is neither
+    max_error: float
+    tolerance: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.status != "failed"
