@@ -44,7 +44,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], skip: int, *names: str
 
 
 def _equate(tracker: Tracker, size: Any, ids: Ids, what: str) -> None:
-    if isinstance(size, int) and size != -1:
+    if isinstance(size, int) and strip(size) != -1:
         tracker.equate(expr_of(size), ids, what)
 
 
@@ -89,12 +89,12 @@ def _fill(tracker: Tracker, out: Any, sizes: Sequence[Any]) -> None:
         return
     ids = tracker.ids(out)
     for dim, size in enumerate(sizes):
-        if size == -1:
+        if strip(size) == -1:
             continue
         if ids[dim] is not None:
             _equate(tracker, size, ids[dim], "a size")
-        elif isinstance(size, TaggedInt) and int(size) > 1 and out.shape[dim] == size:
-            ids[dim] = tracker.fresh(int(size))
+        elif isinstance(size, TaggedInt) and out.shape[dim] == int(strip(size)) > 1:
+            ids[dim] = tracker.fresh(out.shape[dim])
             tracker.equate(size.expr, ids[dim], "the size of a new tensor")
     tracker.assign(out, ids)
 

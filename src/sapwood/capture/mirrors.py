@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from sapwood.capture.skeleton import named_tensors
+
 _WEIGHTS = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
 _PLACES: dict[str, tuple[tuple[str, ...], int]] = {
     "out_features": (_WEIGHTS, 0),
@@ -35,6 +37,7 @@ class Mirror:
 
 def find_mirrors(model: nn.Module) -> list[Mirror]:
     found = []
+    first_name = {id(t): n for n, t in named_tensors(model).items()}  # tied weights have one name
     for path, module in model.named_modules():
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for attribute, (names, dim) in _PLACES.items():
@@ -49,7 +52,6 @@ def find_mirrors(model: nn.Module) -> list[Mirror]:
             size = own[name].shape[dim] * (getattr(module, times) if times else 1)
             if size == value:
                 prefix = f"{path}." if path else ""
-                found.append(
-                    Mirror(prefix + attribute, prefix + name, dim, prefix + times if times else None)
-                )
+                known = first_name[id(own[name])]
+                found.append(Mirror(prefix + attribute, known, dim, prefix + times if times else None))
     return found

@@ -85,9 +85,15 @@ def short_name(op: torch._ops.OpOverload) -> str:
 def find_rule(op: torch._ops.OpOverload) -> Rule | None:
     """The rule for an operator: by name, by the name of its out-of-place form, by its tag."""
     found = RULES.get(op._schema.name) or RULES.get(short_name(op))
-    if found is None and torch.Tag.pointwise in op.tags:
-        found = RULES["pointwise"]
-    return found
+    return found or (RULES["pointwise"] if _is_pointwise(op) else None)
+
+
+def _is_pointwise(op: torch._ops.OpOverload) -> bool:
+    """Torch tags most pointwise operators, though seldom every overload and in-place form."""
+    space, _, name = short_name(op).partition("::")
+    packet = getattr(getattr(torch.ops, space), name, op.overloadpacket)
+    forms = [op, *(getattr(packet, o) for o in packet.overloads())]
+    return any(torch.Tag.pointwise in form.tags for form in forms)
 
 
 @lru_cache(maxsize=None)
@@ -106,14 +112,24 @@ def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def apply_rule(tracker: Tracker, op: torch._ops.OpOverload, args: Any, kwargs: Any, outputs: Any) -> None:
     """Run an operator's rule; freeze what reaches an operator that has none."""
     call = Call(op, bind(op, args, kwargs), outputs, tracker)
-    for tensor in call.inputs():
+    inputs = list(call.inputs())
+    for tensor in inputs:
         found = tracker.names.get(tensor)
         if found is not None:
             tracker.touched.add(found[0])
+    if inputs and all(t in tracker.constant for t in inputs):  # made of weights alone
+        for out in tensors([outputs]):
+            tracker.constant[out] = True
     function = find_rule(op)
+    reason = f"the operator {op._schema.name} has no rule"
     if function is not None:
-        function(call)
-        return
-    for tensor in call.inputs():
+        try:
+            function(call)
+            return
+        except Exception as error:
+            if tracker.strict:
+                raise
+            reason = f"the rule for {op._schema.name} failed ({type(error).__name__}: {error})"
+    for tensor in [*call.inputs(), *tensors([outputs])]:
         for ids in tracker.ids(tensor):
-            tracker.pin(ids, f"the operator {op._schema.name} has no rule")
+            tracker.pin(ids, reason)

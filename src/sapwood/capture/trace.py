@@ -102,6 +102,7 @@ class _Builder:
             (e.expr, Width(e.vector), e.where) for e in tracker.equations
         ] + list(tracker.equalities)
         self.mirrors: tuple[Mirror, ...] = ()
+        self.made: set[Site] = set()
         self.reason = classes.reason.copy()
         self.reasons = list(classes.reasons)
 
@@ -125,10 +126,13 @@ class _Builder:
     def _freeze_what_nothing_makes(self) -> None:
         made = np.zeros(self.classes.count, dtype=bool)
         owned = np.zeros(self.classes.count, dtype=bool)
+        for ids in self.tracker.made:
+            made[self.classes.label[ids]] = True
+        read = {int(ids[0]) for ids in self.tracker.read}
         for site, labels in zip(self.sites, self.labels, strict=True):
             owned[labels] = True
-            if site in self.tracker.made:
-                made[labels] = True
+            if made[labels].any() and int(self.tracker.coordinates[site][0]) not in read:
+                self.made.add(site)
         self._pin(np.flatnonzero(owned & ~made), NOT_MADE)
         self._pin(np.flatnonzero(~owned), NOT_MADE)
 
@@ -219,7 +223,7 @@ class _Builder:
             rescales=tuple((f, m) for f, m in rescales if f.terms),
             shapes=self.shapes,
             scales=frozenset(tracker.scales),
-            made=frozenset(tracker.made),
+            made=frozenset(self.made),
             outputs=tracker.outputs,
             mode=mode,
         )
@@ -255,8 +259,9 @@ class _Builder:
         return tuple(result)
 
     def _name(self, sites: dict[Site, np.ndarray], names: dict[str, int]) -> str:
-        made = next((s for s in sites if s in self.tracker.made), next(iter(sites)))
-        base = made[0].removesuffix(".weight")
+        by_kind = sorted(sites, key=lambda s: (s not in self.made, len(self.shapes[s[0]]) < 2))
+        made = by_kind[0]
+        base = made[0].removesuffix(".weight").removesuffix(".bias")
         names[base] = names.get(base, 0) + 1
         return base if names[base] == 1 else f"{base}#{names[base]}"
 

@@ -21,6 +21,8 @@ from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
 from sapwood.types import Site
 
 Ids = np.ndarray | None
+STRICT = False
+"""Whether a rule that raises stops the trace (in our tests) or freezes what reached it."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,16 @@ class Tracker:
     work: list[Work] = field(default_factory=list)
     rescales: list[Rescale] = field(default_factory=list)
     coordinates: dict[Site, np.ndarray] = field(default_factory=dict)
-    made: set[Site] = field(default_factory=set)
+    made: list[np.ndarray] = field(default_factory=list)
+    read: list[np.ndarray] = field(default_factory=list)
+    constant: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     scales: set[Site] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
     names: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     state: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     makers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
-    facts_missing: bool = False
+    strict: bool = field(default_factory=lambda: STRICT)
     hints: dict[str, Any] = field(default_factory=dict)
     _vector_of: dict[int, int] = field(default_factory=dict)
     _merged: dict[tuple[bytes, ...], np.ndarray] = field(default_factory=dict)
@@ -114,6 +118,7 @@ class Tracker:
             dims.append(self.coordinates[site] if size > 1 else None)
         self.state[tensor] = dims
         self.names[tensor] = (name, tuple(range(tensor.dim())))
+        self.constant[tensor] = True
 
     def ids(self, tensor: torch.Tensor) -> list[Ids]:
         found = self.state.get(tensor)
@@ -154,6 +159,13 @@ class Tracker:
         """Removing one of these changes statistics taken over the axis."""
         if ids is not None:
             self.inexact.append((ids, reason))
+
+    def mark_contraction(self, made: Ids, read: Ids) -> None:
+        """A weight makes one axis and reads another."""
+        if made is not None:
+            self.made.append(made)
+        if read is not None:
+            self.read.append(read)
 
     def split(self, ids: Ids, shape: Sequence[int]) -> list[Ids]:
         """The id vectors of an axis viewed as ``shape``."""

@@ -16,13 +16,12 @@ KERNEL = "it is the extent of a kernel"
 
 
 def produced(tracker: Tracker, out: torch.Tensor, axis: int, sources: list[tuple[torch.Tensor, int]]) -> None:
-    """Note that ``out``'s axis is made by these parameter dimensions."""
+    """Note which parameter dimensions ``out`` is a linear image of, to rescale it later."""
     sites: list[Site] = []
     for tensor, dim in sources:
         site = tracker.site(tensor, dim)
         if site is not None:
             sites.append(site)
-    tracker.made.update(sites)
     if sites and len(sites) == len(sources):
         tracker.makers[out] = Maker(tuple(sites), axis % out.dim(), np.arange(out.shape[axis]))
 
@@ -40,9 +39,10 @@ def _product(call: Call, left: torch.Tensor, right: torch.Tensor, bias: torch.Te
     sizes = [(d, n) for d, n in zip(dims, out.shape, strict=True)]
     tracker.count_work(2, (inner, left.shape[-1]), *sizes)
     produced(tracker, out, -1, [(right, right.dim() - 1)] + ([(bias, -1)] if bias is not None else []))
-    first = tracker.site(left, left.dim() - 2)
-    if first is not None:
-        tracker.made.add(first)
+    if right in tracker.constant:
+        tracker.mark_contraction(b[-1], b[-2])
+    elif left in tracker.constant:
+        tracker.mark_contraction(a[-2], a[-1])
 
 
 @rule("aten::mm", "aten::bmm")
@@ -71,6 +71,7 @@ def linear(call: Call) -> None:
         tracker.link(held[0], tracker.ids(bias)[0], call.name)
     sizes = [(d, n) for d, n in zip(dims, out.shape, strict=True)]
     tracker.count_work(2, (inner, x.shape[-1]), *sizes)
+    tracker.mark_contraction(held[0], held[1])
     produced(tracker, out, -1, [(weight, 0)] + ([(bias, 0)] if bias is not None else []))
 
 
@@ -110,9 +111,8 @@ def convolution(call: Call) -> None:
     if bias is not None:
         tracker.link(channels, tracker.ids(bias)[0], call.name)
         sources.append((bias, 0))
-    if transposed and groups > 1:
-        tracker.made.update(s for s in [tracker.site(weight, 1)] if s is not None)
-    else:
+    tracker.mark_contraction(channels, held[0 if transposed else 1])
+    if not (transposed and groups > 1):
         produced(tracker, out, 1, sources)
     positions = math.prod(x.shape[2:] if transposed else out.shape[2:])
     window = math.prod(weight.shape[2:])
@@ -141,6 +141,7 @@ def embedding(call: Call) -> None:
     rows, columns = tracker.ids(weight)
     tracker.pin(rows, "rows are looked up by number")
     tracker.assign(call.out, [*tracker.ids(call["indices"]), columns])
+    tracker.mark_contraction(columns, None)
     produced(tracker, call.out, -1, [(weight, 1)])
 
 
@@ -150,4 +151,5 @@ def embedding_bag(call: Call) -> None:
     rows, columns = tracker.ids(weight)
     tracker.pin(rows, "rows are looked up by number")
     tracker.assign(call.out, [None, columns])
+    tracker.mark_contraction(columns, None)
     produced(tracker, call.out, -1, [(weight, 1)])

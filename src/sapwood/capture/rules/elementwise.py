@@ -57,9 +57,13 @@ def broadcast(tracker: Tracker, operands: Iterable[torch.Tensor], rank: int, wha
     "aten::_conj",
     "aten::resolve_conj",
     "aten::resolve_neg",
-    "aten::lerp",
-    "aten::addcmul",
-    "aten::addcdiv",
+    "aten::hardswish",
+    "aten::log_sigmoid",
+    "aten::log_sigmoid_forward",
+    "aten::floor_divide",
+    "aten::special_expit",
+    "aten::polar",
+    "aten::complex",
 )
 def elementwise(call: Call) -> None:
     tracker = call.tracker
@@ -68,7 +72,7 @@ def elementwise(call: Call) -> None:
     operands = list(call.inputs())
     dims = broadcast(tracker, operands, rank, call.name)
     for out in outputs:
-        if out.dim() == rank:
+        if out.shape == outputs[0].shape:
             tracker.assign(out, [d if n > 1 else None for d, n in zip(dims, out.shape, strict=True)])
     _keep_maker(call, operands)
 

@@ -80,7 +80,6 @@ def weight_norm(call: Call) -> None:
         if other != dim:
             tracker.mark_inexact(axis, "the weight is normalised over these channels")
     tracker.assign(call.out, ids)
-    tracker.names[call.out] = tracker.names.get(direction)
 
 
 @rule("aten::_softmax", "aten::_log_softmax", "aten::softmax", "aten::log_softmax", "aten::_safe_softmax")

@@ -75,6 +75,11 @@ def expand(call: Call) -> None:
         d - lead if d >= lead and source.shape[d - lead] == out.shape[d] else None for d in range(out.dim())
     ]
     _rearrange(call, axes)
+    ids = call.ids(out)
+    for dim, axis in enumerate(axes):
+        if axis is None and out.shape[dim] > 1:  # the same value all along: it follows what it meets
+            ids[dim] = call.tracker.fresh(out.shape[dim])
+    call.tracker.assign(out, ids)
 
 
 @rule("aten::flip")
@@ -220,6 +225,18 @@ def split(call: Call) -> None:
         tracker.assign(out, dims)
         _slice_maker(tracker, source, out, dim, slice(start, stop))
         start = stop
+
+
+@rule("aten::glu")
+def glu(call: Call) -> None:
+    """The first half times the sigmoid of the second."""
+    tracker, x, dim = call.tracker, call["self"], call["dim"] % call["self"].dim()
+    ids = tracker.ids(x)
+    held = ids[dim]
+    if held is not None:
+        half = x.shape[dim] // 2
+        ids[dim] = tracker.link(held[:half], held[half:], call.name)
+    tracker.assign(call.out, ids)
 
 
 @rule("aten::select", "aten::unbind")
