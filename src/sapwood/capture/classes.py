@@ -47,7 +47,6 @@ def _nodes(grids: list[Grid], label: np.ndarray) -> list[list[int]]:
     edges = [
         (np.full(len(axis), number), label[axis] + offset)
         for number, axis in enumerate(flat)
-        if axis is not None
     ]
     node = components(offset + int(label.max(initial=0)) + 1, edges)
     numbers = iter(node[:offset].tolist())
@@ -79,15 +78,15 @@ def _choose(grids: list[Grid], nodes: list[list[int]], unusable: set[int]) -> se
 
 def find_classes(tracker: Tracker) -> Classes:
     """Resolve the grids, then give every id its class and every frozen class its reason."""
-    grids, edges = tracker.grids, tracker.edges
-    label = components(tracker.count, edges)
+    grids = tracker.grids
+    label = _link_twins(tracker)
     pinned = _flags(label, [ids for ids, _ in tracker.pins])
     nodes = _nodes(grids, label)
     unusable = {
         node
         for grid, row in zip(grids, nodes, strict=True)
         for axis, node in zip(grid.axes, row, strict=True)
-        if axis is None or pinned[label[axis]].all()
+        if pinned[label[axis]].all()
     }
     for _ in range(_MAX_ROUNDS):
         free = _choose(grids, nodes, unusable)
@@ -99,18 +98,33 @@ def find_classes(tracker: Tracker) -> Classes:
     return found
 
 
+def _link_twins(tracker: Tracker) -> np.ndarray:
+    """Grids with the same cells have the same sides; linking those may make more cells the same."""
+    label = components(tracker.count, tracker.edges)
+    while True:
+        first: dict[tuple[bytes, tuple[int, ...]], Grid] = {}
+        before = len(tracker.edges)
+        for grid in tracker.grids:
+            twin = first.setdefault((label[grid.cells].tobytes(), grid.cells.shape), grid)
+            for mine, theirs in zip(grid.axes, twin.axes, strict=True):
+                if (label[mine] != label[theirs]).any():
+                    tracker.edges.append((mine, theirs))
+        if len(tracker.edges) == before:
+            return label
+        label = components(tracker.count, tracker.edges)
+
+
 def _resolve(tracker: Tracker, nodes: list[list[int]], free: set[int]) -> Classes:
     edges, pins = list(tracker.edges), list(tracker.pins)
     for grid, row in zip(tracker.grids, nodes, strict=True):
         chosen = [place for place, node in enumerate(row) if node in free]
         for place, axis in enumerate(grid.axes):
-            if axis is not None and place not in chosen:
+            if place not in chosen:
                 pins.append((axis, OTHER_SIDE))
         if not chosen:
             pins.append((grid.cells.ravel(), "both sides of its grid have a fixed size"))
             continue
         axis = grid.axes[chosen[0]]
-        assert axis is not None
         shape = [1] * grid.cells.ndim
         shape[chosen[0]] = -1
         edges.append((grid.cells, np.broadcast_to(axis.reshape(shape), grid.cells.shape)))
@@ -134,7 +148,7 @@ def _collapsed(found: Classes, grids: list[Grid], nodes: list[list[int]], free: 
     bad = set()
     for grid, row in zip(grids, nodes, strict=True):
         for axis, node in zip(grid.axes, row, strict=True):
-            if node in free and axis is not None:
+            if node in free:
                 classes = np.unique(found.label[axis])
                 if (~found.pinned[classes]).sum() < min(2, len(axis)):
                     bad.add(node)

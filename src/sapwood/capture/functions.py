@@ -64,7 +64,14 @@ def view(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 
 @handles("expand", "broadcast_to")
 def expand(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    _fill(tracker, out, _sizes(args, kwargs, 1, "size", "sizes"))
+    sizes, source = _sizes(args, kwargs, 1, "size", "sizes"), args[0]
+    ids = tracker.ids(out)
+    for dim, size in enumerate(sizes):
+        before = dim - out.dim() + source.dim()
+        if type(size) is int and (before < 0 or source.shape[before] == 1):
+            ids[dim] = None  # stretched to a fixed size, such as the batch
+    tracker.assign(out, ids)
+    _fill(tracker, out, sizes)
 
 
 @handles("zeros", "ones", "empty", "rand", "randn", "full")

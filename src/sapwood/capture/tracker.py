@@ -30,7 +30,7 @@ class Grid:
     """A product axis: position (i, j, ...) goes if its row, its column, ... goes."""
 
     cells: np.ndarray  # ids, in the shape of the grid
-    axes: tuple[Ids, ...]  # one id vector per axis of the grid, None for an axis of fixed size
+    axes: tuple[np.ndarray, ...]  # one id vector per axis of the grid
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Tracker:
     hints: dict[str, Any] = field(default_factory=dict)
     _vector_of: dict[int, int] = field(default_factory=dict)
     _merged: dict[tuple[bytes, ...], np.ndarray] = field(default_factory=dict)
+    _sides_of: dict[tuple[bytes, tuple[int, ...]], tuple[np.ndarray, ...]] = field(default_factory=dict)
     _split: dict[tuple[bytes, tuple[int, ...]], tuple[Ids, ...]] = field(default_factory=dict)
 
     # -- ids of tensors ---------------------------------------------------------------------
@@ -143,9 +144,8 @@ class Tracker:
         if left is None and right is None:
             return None
         if left is None or right is None:
-            tracked = left if right is None else right
-            self.pin(tracked, f"{what} meets an axis of fixed size")
-            return tracked
+            self.pin(left if right is None else right, f"{what} meets an axis of fixed size")
+            return None
         if left is not right:
             self.edges.append((left, right))
         return left
@@ -178,14 +178,19 @@ class Tracker:
             core = cells[np.ix_(*(first for first, _ in found))]
             moving = [axis for axis, n in enumerate(core.shape) if n > 1]
             core = core.squeeze()
-            parts = [core] if len(moving) == 1 else [self.fresh(core.shape[m]) for m in range(len(moving))]
-            if len(moving) > 1:
-                self._remember_grid(core, tuple(parts))
+            parts = [core] if len(moving) == 1 else self._sides(core)
             axes: list[Ids] = [None] * len(shape)
             for axis, part in zip(moving, parts, strict=True):
                 axes[axis] = part[found[axis][1]]
             self._split[key] = tuple(axes)
         return list(self._split[key])
+
+    def _sides(self, cells: np.ndarray) -> list[np.ndarray]:
+        """The axes of a grid: those it was merged from, or new ones."""
+        key = (cells.tobytes(), cells.shape)
+        if key not in self._sides_of:
+            self._remember_grid(cells, tuple(self.fresh(n) for n in cells.shape))
+        return list(self._sides_of[key])
 
     def merge(self, axes: Sequence[Ids], shape: Sequence[int]) -> Ids:
         """The id vector of several axes flattened into one."""
@@ -206,9 +211,10 @@ class Tracker:
         shown = cells.reshape(tuple(n if a in moving else 1 for a, n in enumerate(shape)))
         return np.ascontiguousarray(np.broadcast_to(shown, tuple(shape))).ravel()
 
-    def _remember_grid(self, cells: np.ndarray, parts: tuple[Ids, ...]) -> None:
+    def _remember_grid(self, cells: np.ndarray, parts: tuple[np.ndarray, ...]) -> None:
         self.grids.append(Grid(cells, parts))
-        self._merged[tuple(p.tobytes() for p in parts if p is not None)] = cells
+        self._merged[tuple(p.tobytes() for p in parts)] = cells
+        self._sides_of[cells.tobytes(), cells.shape] = parts
 
     # -- sizes ------------------------------------------------------------------------------
 
