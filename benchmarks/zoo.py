@@ -1,6 +1,6 @@
 """Halve the channels of every model of the zoo and write benchmarks/results/zoo.csv.
 
-    python -m benchmarks.zoo [--only TEXT] [--out FILE]
+python -m benchmarks.zoo [--only TEXT] [--out FILE]
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def write(path: Path, rows: list[Row]) -> None:
         )
         table = csv.DictWriter(file, fieldnames=list(rows[0].as_dict()))
         table.writeheader()
-        table.writerows(
-            {k: round(v, 9) if isinstance(v, float) else v for k, v in r.as_dict().items()} for r in rows
-        )
+        table.writerows({k: round(v, 9) if isinstance(v, float) else v for k, v in r.as_dict().items()} for r in rows)
 
 
 def summary(rows: list[Row]) -> str:

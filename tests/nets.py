@@ -180,7 +180,9 @@ def instance_norm() -> nn.Module:
 
 @case(tokens())
 def layer_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 16), nn.RMSNorm(16), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(16, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 16), nn.RMSNorm(16), nn.Linear(16, 4)
+    )
 
 
 @case(tokens())
@@ -509,7 +511,9 @@ class lstm_cell_by_hand(nn.Module):
 
 @case(image())
 def weight_norm_parametrised() -> nn.Module:
-    return nn.Sequential(parametrizations.weight_norm(conv(3, 8)), nn.ReLU(), parametrizations.weight_norm(conv(8, 12)), Pool(12))
+    return nn.Sequential(
+        parametrizations.weight_norm(conv(3, 8)), nn.ReLU(), parametrizations.weight_norm(conv(8, 12)), Pool(12)
+    )
 
 
 @case(image())
@@ -519,7 +523,9 @@ def weight_norm_old() -> nn.Module:
 
 @case(image())
 def spectral_norm_parametrised() -> nn.Module:
-    return nn.Sequential(parametrizations.spectral_norm(conv(3, 8)), nn.ReLU(), parametrizations.spectral_norm(conv(8, 12)), Pool(12))
+    return nn.Sequential(
+        parametrizations.spectral_norm(conv(3, 8)), nn.ReLU(), parametrizations.spectral_norm(conv(8, 12)), Pool(12)
+    )
 
 
 @case(image())

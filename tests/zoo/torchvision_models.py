@@ -75,9 +75,7 @@ def segmentation() -> Iterator[Entry]:
             extra = {"aux_loss": True} if aux else {}
             yield Entry(
                 f"segmentation/{name}{'+aux' if aux else ''}",
-                lambda name=name, extra=extra: models.get_model(
-                    name, weights=None, weights_backbone=None, **extra
-                ),
+                lambda name=name, extra=extra: models.get_model(name, weights=None, weights_backbone=None, **extra),
                 _image(128),
             )
 
@@ -89,9 +87,7 @@ def video() -> Iterator[Entry]:
         sizes = [w.meta["num_params"] for w in models.get_model_weights(name)]
         frames, size = next((v for k, v in shapes.items() if name.startswith(k)), (8, 112))
         if min(sizes) <= MAX_PARAMS:
-            yield Entry(
-                f"video/{name}", lambda name=name: models.get_model(name, weights=None), _clip(frames, size)
-            )
+            yield Entry(f"video/{name}", lambda name=name: models.get_model(name, weights=None), _clip(frames, size))
 
 
 def detection() -> Iterator[Entry]:

@@ -44,10 +44,7 @@ def _nodes(grids: list[Grid], label: np.ndarray) -> list[list[int]]:
     """A number per grid and axis; axes that share a class are the same node."""
     flat = [axis for grid in grids for axis in grid.axes]
     offset = len(flat)
-    edges = [
-        (np.full(len(axis), number), label[axis] + offset)
-        for number, axis in enumerate(flat)
-    ]
+    edges = [(np.full(len(axis), number), label[axis] + offset) for number, axis in enumerate(flat)]
     node = components(offset + int(label.max(initial=0)) + 1, edges)
     numbers = iter(node[:offset].tolist())
     return [[next(numbers) for _ in grid.axes] for grid in grids]

@@ -30,7 +30,7 @@ class WatchOperators(TorchDispatchMode):
     """Runs each operator and tells the tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def short_name(op: torch._ops.OpOverload) -> str:
     return plain
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_rule(op: torch._ops.OpOverload) -> Rule | None:
     """The rule for an operator: by name, by the name of its out-of-place form, by its tag."""
     found = RULES.get(op._schema.name) or RULES.get(short_name(op))
@@ -96,7 +96,7 @@ def _is_pointwise(op: torch._ops.OpOverload) -> bool:
     return any(torch.Tag.pointwise in form.tags for form in forms)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parameters(op: torch._ops.OpOverload) -> tuple[tuple[str, Any], ...]:
     return tuple((a.name, a.default_value) for a in op._schema.arguments)
 

@@ -23,9 +23,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _is_call(value: Any) -> bool:
-    return (
-        type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
-    )
+    return type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
 
 
 def as_call(example_inputs: Any) -> Inputs:

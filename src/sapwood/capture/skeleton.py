@@ -32,7 +32,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, each once, under their first state_dict name."""
-    found = dict(model.named_parameters())
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
     found.update(model.named_buffers())
     return found
 
@@ -72,6 +72,7 @@ def require_plain(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise explain("a torch.nn.Module", type(model).__name__, "Pass the model itself.", "model")
     model = unwrap(model)
+    assert isinstance(model, nn.Module)
     if isinstance(model, torch.jit.ScriptModule):
         raise explain(
             "an eager nn.Module",
@@ -92,7 +93,7 @@ def require_plain(model: Any) -> nn.Module:
     for name, tensor in tensors.items():
         if tensor.is_quantized:
             raise explain("float weights", f"quantised {name!r}", "Prune first, then quantise.", "model")
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise explain(
                 "initialised parameters",
                 f"lazy {name!r}",

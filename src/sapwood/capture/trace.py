@@ -39,7 +39,7 @@ class Costs:
         for factor, forms in getattr(self, kind):
             for form in forms:
                 if form not in values:
-                    values[form] = form.value(kept)  # type: ignore[arg-type]
+                    values[form] = form.value(kept)
                 factor *= values[form]
             total += factor
         return total
@@ -141,7 +141,9 @@ class _Builder:
         rng = np.random.default_rng(0)
         size = self.classes.count
         signature = np.zeros(size, dtype=np.uint64)
-        used = sorted({leaf.vector for e in self.equations for x in e[:2] for leaf in leaves(x) if isinstance(leaf, Width)})
+        used = sorted(
+            {leaf.vector for e in self.equations for x in e[:2] for leaf in leaves(x) if isinstance(leaf, Width)}
+        )
         footprints = [*self.labels, *(self.classes.label[self.tracker.vectors[v]] for v in used)]
         for labels in footprints:
             weight = rng.integers(1, 2**63, dtype=np.uint64)
@@ -208,9 +210,7 @@ class _Builder:
                     cache[v] = self._form(self.classes.label[tracker.vectors[v]])
         flops = tuple((w.factor, tuple(cache[v] for v in w.vectors)) for w in tracker.work)
         costs = Costs(params, flops)
-        rescales = tuple(
-            (self._form(self.classes.label[tracker.vectors[r.vector]]), r.maker) for r in tracker.rescales
-        )
+        rescales = tuple((self._form(self.classes.label[tracker.vectors[r.vector]]), r.maker) for r in tracker.rescales)
         return Trace(
             groups=self._groups(members, costs),
             frozen=self._frozen(),

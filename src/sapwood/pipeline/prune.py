@@ -55,9 +55,7 @@ class _Planner:
     def plan_until(self, fails: Fails) -> Plan:
         """Draft a plan; while it fails, find the groups at fault and leave them whole."""
         while True:
-            plan = draft_plan(
-                self.trace, self.scores, self.budget, frozen_groups=self.barred, **self.options
-            )
+            plan = draft_plan(self.trace, self.scores, self.budget, frozen_groups=self.barred, **self.options)
             problem = fails(plan)
             if not problem:
                 return plan
@@ -174,6 +172,5 @@ def _planner(
             f"budget: expected a Budget; got {budget!r}. For example sw.Budget(flops=0.5) keeps half of the FLOPs."
         )
     name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
-    options = {"allocate": allocate, "ignore": tuple(ignore) if not isinstance(ignore, str) else (ignore,)}
-    options |= {"round_to": round_to, "score_name": name}
+    options: dict[str, Any] = {"allocate": allocate, "ignore": ignore, "round_to": round_to, "score_name": name}
     return _Planner(require_plain(model), as_call(example_inputs), budget, score, options)

@@ -112,9 +112,7 @@ class Allocator:
             if held is not None and number in held:
                 result[index] = held[number]
             else:
-                result[index] = settle(
-                    unit, wanted[index], self.widths[index], self.steps[index], self.fixed[index]
-                )
+                result[index] = settle(unit, wanted[index], self.widths[index], self.steps[index], self.fixed[index])
         return result
 
     def fit(self, limit: float, slack: float) -> np.ndarray:

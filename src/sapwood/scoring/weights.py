@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from sapwood.errors import explain
 from sapwood.types import Group, Site
@@ -23,15 +24,25 @@ Score = str | SiteScore
 
 
 def l1(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    return _slices(weight, dim).abs().sum(dim=1)
+    return _norms(weight, dim, 1)
 
 
 def l2(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    return _slices(weight, dim).square().sum(dim=1)
+    """Squared, so that a channel's slices add up; the root is taken at the end."""
+    return _norms(weight, dim, 2).square()
 
 
-def _slices(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    return weight.detach().movedim(dim, 0).flatten(1).float()
+def _norms(weight: torch.Tensor, dim: int, order: int) -> torch.Tensor:
+    others = [d for d in range(weight.dim()) if d != dim]
+    values = weight.detach()
+    if not others:
+        return values.abs().float()
+    norms: torch.Tensor = torch.linalg.vector_norm(values, order, dim=others, dtype=_wide(values.dtype))
+    return norms  # computed without a copy of the weight
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 _NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2}
@@ -71,16 +82,19 @@ def _score_group(
     if score == "bn_scale":
         sites = [s for s in group.sites if s in scales]
         if sites:
-            return _combine(tensors, group, sites, lambda w, d: _slices(w, d).abs().sum(dim=1))
+            return _combine(tensors, group, sites, l1)
         score = "l1"  # no norm follows these channels
     function = _NAMED[score] if isinstance(score, str) else score
-    wide = [s for s in group.sites if tensors[s[0]].dim() > 1 and tensors[s[0]].is_floating_point()]
-    result = _combine(tensors, group, wide or list(group.sites), function)
-    return np.sqrt(result) if score == "l2" else result
+    weights = [s for s in group.sites if isinstance(tensors[s[0]], nn.Parameter) and tensors[s[0]].dim() > 1]
+    return _combine(tensors, group, weights or list(group.sites), function, root=score == "l2")
 
 
 def _combine(
-    tensors: Mapping[str, torch.Tensor], group: Group, sites: Sequence[Site], function: SiteScore
+    tensors: Mapping[str, torch.Tensor],
+    group: Group,
+    sites: Sequence[Site],
+    function: SiteScore,
+    root: bool = False,
 ) -> np.ndarray:
     total = np.zeros(group.width)
     for site in sites:
@@ -99,6 +113,7 @@ def _combine(
         if not np.isfinite(numbers).all():
             raise explain("finite scores", f"nan or inf for {name!r}", "Check the weights.", "score")
         owned = numbers[group.members[site]].sum(axis=1)
+        owned = np.sqrt(owned) if root else owned
         mean = np.abs(owned).mean()
         total += owned / mean if mean > 0 else np.ones_like(owned)
     return total / max(len(sites), 1)

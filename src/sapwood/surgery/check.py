@@ -32,7 +32,7 @@ def check(model: nn.Module, small: nn.Module, plan: Plan, example_inputs: Any) -
         return CheckResult("failed", float("inf"), 0.0, (problem,))
     error, tolerance = 0.0, 0.0
     for a, b in zip(wanted, got, strict=True):
-        tolerance = max(tolerance, _TOLERANCE.get(a.dtype, 0.0))
+        tolerance = max(tolerance, _TOLERANCE.get(a.dtype.to_real(), 0.0))
         error = max(error, relative_error(a, b))
     status = "failed" if not error <= tolerance else "exact" if plan.exact else "approximate"
     return CheckResult(status, error, tolerance, _notes(plan, status))
@@ -58,9 +58,7 @@ def _differs(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> str:
         return f"the dense model gives {len(wanted)} tensors, the cut one {len(got)}"
     for number, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            return (
-                f"output {number} changed from {tuple(a.shape)} {a.dtype} to {tuple(b.shape)} {b.dtype}"
-            )
+            return f"output {number} changed from {tuple(a.shape)} {a.dtype} to {tuple(b.shape)} {b.dtype}"
     return ""
 
 

@@ -19,7 +19,7 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     shared: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def replace(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        key = (_memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if key not in shared:  # parameters that share their memory go on sharing it
             shared[key] = sliced(name, tensor, plan)
         return shared[key]
@@ -30,13 +30,18 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     return small
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor lies in; also for tensors without data."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def sliced(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The part of a tensor that stays, in its own memory and memory format."""
     with torch.no_grad():
         result = slice_like(name, tensor.detach(), plan)
         for scale in plan.scales.get(name, ()):
             result = _rescale(result, name, scale.dim, scale.positions, scale.factor, plan)
-        if result.data_ptr() == tensor.data_ptr() or tensor.is_meta:
+        if _memory(result) == _memory(tensor):
             result = result.clone(memory_format=torch.preserve_format)
         return result
 
@@ -46,10 +51,9 @@ def slice_like(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
     result = tensor
     for dim, kept in sorted(plan.keep.get(name, {}).items(), key=lambda item: len(item[1])):
         result = result.index_select(dim, torch.tensor(kept, device=tensor.device))
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        if tensor.dim() == (4 if layout is torch.channels_last else 5) and not tensor.is_contiguous():
-            if tensor.is_contiguous(memory_format=layout):
-                return result.contiguous(memory_format=layout)
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if layout and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
+        result = result.contiguous(memory_format=layout)
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-
 from sapwood.capture.registry import Call, rule, tensors
 
 _SPATIAL = [
@@ -15,16 +14,19 @@ _SPATIAL = [
         ("max_pool", "_with_indices"),
         ("avg_pool", ""),
         ("adaptive_avg_pool", ""),
-        ("_adaptive_avg_pool", ""),
         ("adaptive_max_pool", ""),
-        ("max_unpool", ""),
-        ("fractional_max_pool", ""),
         ("reflection_pad", ""),
         ("replication_pad", ""),
         ("upsample_nearest", ""),
         ("_upsample_nearest_exact", ""),
     )
 ] + [
+    "aten::_adaptive_avg_pool2d",
+    "aten::_adaptive_avg_pool3d",
+    "aten::max_unpool2d",
+    "aten::max_unpool3d",
+    "aten::fractional_max_pool2d",
+    "aten::fractional_max_pool3d",
     "aten::upsample_linear1d",
     "aten::upsample_bilinear2d",
     "aten::_upsample_bilinear2d_aa",
@@ -54,5 +56,3 @@ def grid_sampler(call: Call) -> None:
     for axis in [*ids[2:], *tracker.ids(grid)]:
         tracker.pin(axis, "positions are sampled along it")
     tracker.assign(call.out, ids[:2] + [None] * (call.out.dim() - 2))
-
-

@@ -71,9 +71,7 @@ def squeeze(call: Call) -> None:
 def expand(call: Call) -> None:
     source, out = call["self"], call.out
     lead = out.dim() - source.dim()
-    axes = [
-        d - lead if d >= lead and source.shape[d - lead] == out.shape[d] else None for d in range(out.dim())
-    ]
+    axes = [d - lead if d >= lead and source.shape[d - lead] == out.shape[d] else None for d in range(out.dim())]
     _rearrange(call, axes)
     ids = call.ids(out)
     for dim, axis in enumerate(axes):
@@ -93,9 +91,11 @@ def flip(call: Call) -> None:
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of axes with equal products: which input axes become which output axes."""
-    runs, i, j = [], 0, 0
+    runs: list[tuple[list[int], list[int]]] = []
+    i = j = 0
     while i < len(before) or j < len(after):
-        left, right = [], []
+        left: list[int] = []
+        right: list[int] = []
         a = b = 1
         while True:
             if a == b and left and right:
@@ -160,10 +160,7 @@ def cat(call: Call) -> None:
     pieces = [tracker.ids(t)[dim] for t in parts]
     if any(p is not None for p in pieces):
         dims[dim] = np.concatenate(
-            [
-                p if p is not None else fixed(tracker, t.shape[dim])
-                for p, t in zip(pieces, parts, strict=True)
-            ]
+            [p if p is not None else fixed(tracker, t.shape[dim]) for p, t in zip(pieces, parts, strict=True)]
         )
     tracker.assign(out, dims)
     makers = [tracker.makers.get(t) for t in parts]
@@ -259,10 +256,7 @@ def repeat(call: Call) -> None:
     tracker, source, out, counts = call.tracker, call["self"], call.out, call["repeats"]
     lead = out.dim() - source.dim()
     ids: list[Ids] = [None] * lead
-    ids += [
-        None if held is None else np.tile(held, counts[lead + d])
-        for d, held in enumerate(tracker.ids(source))
-    ]
+    ids += [None if held is None else np.tile(held, counts[lead + d]) for d, held in enumerate(tracker.ids(source))]
     tracker.assign(out, ids)
 
 
@@ -277,9 +271,7 @@ def pad(call: Call) -> None:
         if held is None or (before == 0 and after == 0):
             continue
         held = held[max(0, -before) : len(held) - max(0, -after)]
-        ids[dim] = np.concatenate(
-            [fixed(tracker, max(0, before)), held, fixed(tracker, max(0, after))]
-        )
+        ids[dim] = np.concatenate([fixed(tracker, max(0, before)), held, fixed(tracker, max(0, after))])
         if before < 0 or after < 0:
             tracker.pin(ids[dim], "entries are cropped by position")
     tracker.assign(call.out, ids)

@@ -1,0 +1,29 @@
+# make test: everything CI runs.  make demo: see it work.  make zoo: every model of the zoo.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test demo zoo lint clean
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# torchvision pins a torch of its own; only its model code is used, by the tests
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchvision
+	@touch $@
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+demo: .venv/.installed
+	$(BIN)/python -m sapwood.cli.demo
+
+zoo: .venv/.installed
+	$(BIN)/python -m benchmarks.zoo
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
