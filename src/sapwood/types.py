@@ -73,10 +73,14 @@ class Budget:
     def kind(self) -> str:
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
+    @property
+    def is_fraction(self) -> bool:
+        return bool(getattr(self, self.kind) <= 1)
+
     def limit(self, dense: int) -> float:
         """The most that may remain, of ``dense``."""
         value = getattr(self, self.kind)
-        return float(value * dense if value <= 1 else value)
+        return float(value * dense if self.is_fraction else value)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def _count(
     if budget.kind == "channels" and allocate == "uniform":  # the same fraction of each group
         return [int(c) for c in allocator.counts(limit / dense)]
     least = allocator.cost(allocator.counts(0.0))
+    if budget.kind == "channels" and budget.is_fraction:
+        limit = max(limit, least)  # a fraction of the channels, but one of each group at least
     if least > limit:
         raise _unreachable(trace, budget, int(least), dense, limit)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
