@@ -51,16 +51,12 @@ def _nodes(grids: list[Grid], label: np.ndarray) -> list[list[int]]:
 
 
 def _choose(grids: list[Grid], nodes: list[list[int]], unusable: set[int]) -> set[int]:
-    """Free nodes such that no grid has two.
-
-    Nodes that take part in most grids come first (heads tie queries, keys, values and projection;
-    a head width only two of them), then outer axes before inner ones.
-    """
+    """Free nodes such that no grid has two: outer axes (heads) before inner ones (head width)."""
     places: dict[int, list[int]] = {}
     for row in nodes:
         for place, node in enumerate(row):
             places.setdefault(node, []).append(place)
-    order = sorted(places, key=lambda n: (-len(places[n]), sum(places[n]) / len(places[n])))
+    order = sorted(places, key=lambda n: (sum(places[n]) / len(places[n]), -len(places[n])))
     rivals: dict[int, set[int]] = {}
     for row in nodes:
         for node in row:

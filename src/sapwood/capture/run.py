@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
 from sapwood.capture.sizes import Attr, TaggedInt
-from sapwood.capture.skeleton import Replace, named_tensors, rebuild
+from sapwood.capture.skeleton import named_tensors, rebuild
 from sapwood.capture.tracker import Tracker
 from sapwood.errors import SapwoodError, explain
 
@@ -79,23 +79,33 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         log.setLevel(level)
 
 
+def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data; one from the meta device plays that it is on the CPU."""
+    if tensor.is_meta:
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    else:
+        made = mode.from_tensor(tensor)
+    return made
+
+
 def fake_inputs(mode: FakeTensorMode, inputs: Inputs) -> Inputs:
-    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, inputs)  # type: ignore[no-any-return]
+    return pytree.tree_map_only(torch.Tensor, lambda t: fake(mode, t), inputs)  # type: ignore[no-any-return]
 
 
-def to_meta(inputs: Inputs) -> Inputs:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)  # type: ignore[no-any-return]
+def fake_model(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
+    return rebuild(model, lambda _, tensor: fake(mode, tensor))
 
 
 def watch(model: nn.Module, inputs: Inputs) -> tuple[Tracker, str]:
     """Trace on tensors without data where the model allows it, on real ones otherwise."""
-    if is_meta(model):
-        return _attempt(model, lambda _, t: t.detach().to("meta"), to_meta(inputs)), "meta"
     try:
         with fake_tensors() as mode:
-            return _attempt(model, lambda _, t: mode.from_tensor(t), fake_inputs(mode, inputs)), "fake"
+            return _attempt(fake_model(mode, model), fake_inputs(mode, inputs)), "fake"
     except SapwoodError:
-        return _attempt(model, _alias, inputs), "real"
+        if is_meta(model):
+            raise
+        return _attempt(rebuild(model, _alias), inputs), "real"
 
 
 def _alias(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,8 +113,7 @@ def _alias(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
-def _attempt(model: nn.Module, replace: Replace, inputs: Inputs) -> Tracker:
-    copied = rebuild(model, replace)
+def _attempt(copied: nn.Module, inputs: Inputs) -> Tracker:
     tracker = Tracker({id(m): path for path, m in copied.named_modules() if path})
     for name, tensor in named_tensors(copied).items():
         tracker.register(name, tensor)

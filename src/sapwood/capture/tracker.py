@@ -144,7 +144,7 @@ class Tracker:
         if left is None and right is None:
             return None
         if left is None or right is None:
-            self.pin(left if right is None else right, f"{what} meets an axis of fixed size")
+            self.pin(left if right is None else right, f"it meets an axis of fixed size in {what}")
             return None
         if left is not right:
             self.edges.append((left, right))

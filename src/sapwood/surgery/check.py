@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, as_call, is_meta, tensors_in, to_meta
+from sapwood.capture.run import Inputs, as_call, fake_inputs, fake_model, fake_tensors, is_meta, tensors_in
 from sapwood.capture.skeleton import require_plain
 from sapwood.surgery.reference import masked_reference
 from sapwood.types import CheckResult, Plan
@@ -23,19 +23,28 @@ def check(model: nn.Module, small: nn.Module, plan: Plan, example_inputs: Any) -
     model, small = require_plain(model), require_plain(small)
     inputs = as_call(example_inputs)
     if is_meta(model):
-        return _check_shapes(model, small, plan, to_meta(inputs))
-    with evaluating(small), torch.no_grad(), plain_paths():
-        got = list(tensors_in(small(*inputs[0], **inputs[1])))
+        return _check_shapes(model, small, plan, inputs)
+    try:
+        with evaluating(small), torch.no_grad(), plain_paths():
+            got = list(tensors_in(small(*inputs[0], **inputs[1])))
+    except Exception as raised:
+        return _failed(f"the cut model's forward raised {type(raised).__name__}: {raised}")
     wanted = list(tensors_in(masked_reference(model, plan)(*inputs[0], **inputs[1])))
     problem = _differs(wanted, got)
     if problem:
-        return CheckResult("failed", float("inf"), 0.0, (problem,))
+        return _failed(problem)
     error, tolerance = 0.0, 0.0
     for a, b in zip(wanted, got, strict=True):
         tolerance = max(tolerance, _TOLERANCE.get(a.dtype.to_real(), 0.0))
         error = max(error, relative_error(a, b))
-    status = "failed" if not error <= tolerance else "exact" if plan.exact else "approximate"
+    if not error <= tolerance:
+        return _failed(f"the output is off by {error:.1e} of its largest value", error, tolerance)
+    status = "exact" if plan.exact else "approximate"
     return CheckResult(status, error, tolerance, _notes(plan, status))
+
+
+def _failed(why: str, error: float = float("inf"), tolerance: float = 0.0) -> CheckResult:
+    return CheckResult("failed", error, tolerance, (why,))
 
 
 def relative_error(wanted: torch.Tensor, got: torch.Tensor) -> float:
@@ -70,12 +79,13 @@ def _notes(plan: Plan, status: str) -> tuple[str, ...]:
 
 def _check_shapes(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs) -> CheckResult:
     outputs = []
-    for module in (model, small):
-        with evaluating(module), torch.no_grad(), plain_paths():
-            outputs.append(list(tensors_in(module(*inputs[0], **inputs[1]))))
+    with fake_tensors() as mode, torch.no_grad(), plain_paths():
+        args, kwargs = fake_inputs(mode, inputs)
+        for module in (model, small):
+            outputs.append(list(tensors_in(fake_model(mode, module).eval()(*args, **kwargs))))
     problem = _differs(*outputs)
     if problem:
-        return CheckResult("failed", float("inf"), 0.0, (problem,))
+        return _failed(problem)
     note = "weights on the meta device have no values: only shapes were compared"
     return CheckResult("exact" if plan.exact else "approximate", 0.0, 0.0, (*plan.notes, note))
 

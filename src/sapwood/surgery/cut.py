@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.capture.run import fake
+from sapwood.capture.skeleton import Replace, named_tensors, rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
 from sapwood.types import Plan
 
@@ -24,6 +26,25 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
             shared[key] = sliced(name, tensor, plan)
         return shared[key]
 
+    return _rebuilt(model, plan, replace)
+
+
+def shape_of_cut(mode: FakeTensorMode, model: nn.Module, plan: Plan) -> nn.Module:
+    """The cut model with tensors that have shapes but no data: to see whether it would run."""
+
+    def replace(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dims = plan.keep.get(name)
+        if dims is None:
+            return fake(mode, tensor)
+        shape = [len(dims[d]) if d in dims else n for d, n in enumerate(tensor.shape)]
+        device = "cpu" if tensor.is_meta else tensor.device
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype, device=device)
+
+    return _rebuilt(require_plain(model), plan, replace)
+
+
+def _rebuilt(model: nn.Module, plan: Plan, replace: Replace) -> nn.Module:
     small = rebuild(model, replace)
     for path, value in plan.attributes.items():
         _set_attribute(small, path, value)
