@@ -1,6 +1,6 @@
 """Halve the channels of every model of the zoo and write benchmarks/results/zoo.csv.
 
-python -m benchmarks.zoo [--only TEXT] [--out FILE]
+python -m benchmarks.zoo [--only TEXT] [--out FILE] [--device cpu|cuda]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="run the models whose name contains this")
     parser.add_argument("--out", default="benchmarks/results/zoo.csv")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     entries = [e for e in everything() if options.only in e.name]
@@ -33,7 +34,7 @@ def main() -> int:
         task = progress.add_task("zoo", total=len(entries))
         for entry in entries:
             progress.update(task, description=entry.name)
-            row = run_entry(entry.name, entry.build, entry.inputs)
+            row = run_entry(entry.name, entry.build, entry.inputs, device=options.device)
             rows.append(row)
             progress.console.print(
                 f"{row.model:50} {row.status:12} error {row.max_error:.0e}  body left {row.body_left:.0%}  "
@@ -41,18 +42,19 @@ def main() -> int:
                 highlight=False,
             )
             progress.advance(task)
-    write(Path(options.out), rows)
+    write(Path(options.out), rows, options.device)
     print(summary(rows))
     return 0 if all(r.ok for r in rows) else 1
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row], device: str) -> None:
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         when = datetime.date.today().isoformat()
         file.write(
             f"# {when}, torch {torch.__version__}, Python {platform.python_version()}, "
-            f"{torch.get_num_threads()} CPU threads, python -m benchmarks.zoo\n"
+            f"{where}, python -m benchmarks.zoo --device {device}\n"
         )
         table = csv.DictWriter(file, fieldnames=list(rows[0].as_dict()))
         table.writeheader()

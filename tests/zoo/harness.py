@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import sapwood as sw
@@ -77,9 +78,10 @@ def flops_of(model: nn.Module, inputs: Any) -> float:
     return counter.get_total_flops() / 1e9
 
 
-def run_entry(name: str, build: Any, make_inputs: Any, count_flops: bool = True) -> Row:
+def run_entry(name: str, build: Any, make_inputs: Any, count_flops: bool = True, device: str = "cpu") -> Row:
     torch.manual_seed(0)
-    model, inputs = randomise(build()), make_inputs()
+    model, inputs = randomise(build()).to(device), make_inputs()
+    inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), inputs)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     row = Row(name)
     try:

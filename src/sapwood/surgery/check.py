@@ -24,12 +24,13 @@ def check(model: nn.Module, small: nn.Module, plan: Plan, example_inputs: Any) -
     inputs = as_call(example_inputs)
     if is_meta(model):
         return _check_shapes(model, small, plan, inputs)
-    try:
-        with evaluating(small), torch.no_grad(), plain_paths():
-            got = list(tensors_in(small(*inputs[0], **inputs[1])))
-    except Exception as raised:
-        return _failed(f"the cut model's forward raised {type(raised).__name__}: {raised}")
-    wanted = list(tensors_in(masked_reference(model, plan)(*inputs[0], **inputs[1])))
+    with full_precision():
+        try:
+            with evaluating(small), torch.no_grad(), plain_paths():
+                got = list(tensors_in(small(*inputs[0], **inputs[1])))
+        except Exception as raised:
+            return _failed(f"the cut model's forward raised {type(raised).__name__}: {raised}")
+        wanted = list(tensors_in(masked_reference(model, plan)(*inputs[0], **inputs[1])))
     problem = _differs(wanted, got)
     if problem:
         return _failed(problem)
@@ -88,6 +89,19 @@ def _check_shapes(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs
         return _failed(problem)
     note = "weights on the meta device have no values: only shapes were compared"
     return CheckResult("exact" if plan.exact else "approximate", 0.0, 0.0, (*plan.notes, note))
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 on GPUs while values are compared: it would hide small errors and look like some."""
+    matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolution
 
 
 @contextlib.contextmanager

@@ -25,8 +25,21 @@ def broadcast(tracker: Tracker, operands: Iterable[torch.Tensor], rank: int, wha
     return result
 
 
+# Torch tags these as pointwise, though not in every version and overload.
+_POINTWISE = """
+    relu relu6 hardtanh hardswish hardsigmoid silu mish gelu elu celu selu
+    leaky_relu softplus softshrink hardshrink threshold log_sigmoid log_sigmoid_forward logit sigmoid tanh abs
+    neg exp log sqrt rsqrt pow clamp clamp_min clamp_max sin cos
+    erf add sub rsub mul div where masked_fill lerp addcmul addcdiv
+    maximum minimum fmod remainder floor_divide eq ne lt le gt ge
+    logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not isnan isinf nan_to_num sign round
+    floor ceil trunc square reciprocal expm1 log1p atan2 special_expit polar complex
+"""
+
+
 @rule(
     "pointwise",
+    *(f"aten::{name}" for name in _POINTWISE.split()),
     "aten::clone",
     "aten::_to_copy",
     "aten::copy",
@@ -51,19 +64,10 @@ def broadcast(tracker: Tracker, operands: Iterable[torch.Tensor], rank: int, wha
     "aten::exponential",
     "aten::log_normal",
     "aten::random",
-    "aten::masked_fill",
-    "aten::where",
     "aten::rrelu_with_noise",
     "aten::_conj",
     "aten::resolve_conj",
     "aten::resolve_neg",
-    "aten::hardswish",
-    "aten::log_sigmoid",
-    "aten::log_sigmoid_forward",
-    "aten::floor_divide",
-    "aten::special_expit",
-    "aten::polar",
-    "aten::complex",
 )
 def elementwise(call: Call) -> None:
     tracker = call.tracker
