@@ -8,6 +8,7 @@ from pathlib import Path
 import sapwood
 
 ORDER = (
+    "version",
     "errors",
     "types",
     "capture",

@@ -3,10 +3,10 @@
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.pipeline import Pruned, make_plan, prune
+from sapwood.storage import load, save
 from sapwood.surgery import check, cut, cut_optimizer, masked_reference
 from sapwood.types import Budget, CheckResult, Frozen, Group, Plan
-
-__version__ = "0.1.0"
+from sapwood.version import __version__
 
 __all__ = [
     "Budget",
@@ -17,11 +17,14 @@ __all__ = [
     "Pruned",
     "SapwoodError",
     "Trace",
+    "__version__",
     "check",
     "cut",
     "cut_optimizer",
+    "load",
     "make_plan",
     "masked_reference",
     "prune",
+    "save",
     "trace",
 ]

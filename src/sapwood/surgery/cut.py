@@ -50,9 +50,13 @@ def shape_of_cut(mode: FakeTensorMode, model: nn.Module, plan: Plan) -> nn.Modul
 
 def _rebuilt(model: nn.Module, plan: Plan, replace: Replace) -> nn.Module:
     small = rebuild(model, replace)
+    set_attributes(small, plan)
+    return small
+
+
+def set_attributes(small: nn.Module, plan: Plan) -> None:
     for path, value in plan.attributes.items():
         _set_attribute(small, path, value)
-    return small
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,0 +1,37 @@
+"""The ``sapwood`` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from sapwood.cli.cut import cut
+from sapwood.cli.export import export
+from sapwood.errors import SapwoodError
+from sapwood.version import __version__
+
+app = typer.Typer(help="Prunes PyTorch models and proves what was gained.", no_args_is_help=True, add_completion=False)
+app.command()(cut)
+app.command()(export)
+
+
+@app.callback(invoke_without_command=True)
+def about(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    """Prunes PyTorch models and proves what was gained."""
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run; what a user can mend is one clear line and exit code 2."""
+    try:
+        app()
+    except SapwoodError as error:
+        print(f"sapwood: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

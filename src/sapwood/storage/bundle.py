@@ -1,0 +1,333 @@
+"""``save`` and ``load``: a pruned model on disk, without pickle.
+
+A bundle is a folder with ``model.safetensors`` and ``plan.json``, or one ``.safetensors`` file. The plan
+also lies in the weights file's metadata, so that one rename replaces both at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sapwood.version
+from sapwood.capture.run import as_call, is_meta
+from sapwood.capture.skeleton import named_tensors, rebuild, unwrap
+from sapwood.errors import SapwoodError, explain
+from sapwood.storage import factories
+from sapwood.storage.atomic import write_text
+from sapwood.storage.record import MAX_BYTES, Record, from_plan, read_record
+from sapwood.storage.tensors import BITMAP, VALUES, Reader, decode, digest, encode, open_file, pack, unpack, write
+from sapwood.surgery.cut import set_attributes, slice_like
+from sapwood.types import CheckResult, Plan
+
+WEIGHTS, INDEX, PLAN = "model.safetensors", "model.safetensors.index.json", "plan.json"
+KEY = "sapwood"
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    plan: Plan,
+    *,
+    check: CheckResult | None = None,
+    factory: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    example_inputs: Any = None,
+    compress: bool = True,
+    shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a cut (or masked) model and its plan; what was there before stays until all is written.
+
+    ``factory`` (such as ``"torchvision:resnet50"``, with ``arguments``) lets ``load`` build the model by
+    itself; transformers models name their own. Mostly-zero tensors are stored compressed.
+    """
+    path = Path(path)
+    model = unwrap(model)
+    if is_meta(model):
+        raise explain("weights with values", "weights on the meta device", "Load the weights first.", "save")
+    record = describe(
+        model,
+        plan,
+        about=factories.describe(model, factory, arguments),
+        inputs=None if example_inputs is None else describe_inputs(example_inputs),
+        check=None if check is None else _plain_check(check),
+    )
+    write_bundle(path, record, _persistent(model), compress, shard_bytes)
+    return path
+
+
+def describe(model: nn.Module, plan: Plan, about: Mapping[str, Any] | None = None, **rest: Any) -> Record:
+    """The record of a cut model and its plan."""
+    persistent = _persistent(model)
+    loose = {n: t for n, t in named_tensors(model).items() if n not in persistent}
+    shown = {**persistent, **{n: t for n, t in loose.items() if n in plan.keep}}
+    record = from_plan(
+        plan,
+        before={n: tuple(plan.shapes.get(n, t.shape)) for n, t in shown.items()},
+        after={n: tuple(t.shape) for n, t in shown.items()},
+        buffers={n: encode(t) for n, t in loose.items() if t.numel() * t.element_size() <= 2**16},
+        aliases=_aliases(model, persistent),
+        versions={"sapwood": sapwood.version.__version__, "torch": torch.__version__},
+        model=about or factories.describe(model, None, None),
+        **rest,
+    )
+    _require_cut(record, plan)
+    return record
+
+
+def write_bundle(
+    path: Path, record: Record, tensors: Mapping[str, torch.Tensor], compress: bool, shard_bytes: int
+) -> None:
+    """Pack, digest and write tensors under a record; one file, or shards with an index."""
+    stored: dict[str, torch.Tensor] = {}
+    folded: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        parts, how = pack(name, tensor) if compress else ({name: tensor.detach().cpu().contiguous()}, None)
+        stored |= parts
+        if how is not None:
+            folded[name] = how
+    record = replace(record, compressed=folded, digests={n: digest(t) for n, t in sorted(stored.items())})
+    text = record.to_json()
+    if len(text) > MAX_BYTES:
+        raise explain(f"a plan of at most {MAX_BYTES:,} bytes", f"{len(text):,}", "Save fewer tensors.", "save")
+    total = sum(t.numel() * t.element_size() for t in stored.values())
+    if path.suffix == ".safetensors":
+        write(path, stored, {"format": "pt", KEY: text})
+        return
+    if total <= shard_bytes:
+        write(path / WEIGHTS, stored, {"format": "pt", KEY: text})
+        _forget(path, keep={WEIGHTS})
+    else:
+        _write_shards(path, stored, text, total, shard_bytes)
+    write_text(path / PLAN, record.to_json(pretty=True))
+
+
+def _write_shards(path: Path, stored: dict[str, torch.Tensor], text: str, total: int, limit: int) -> None:
+    """Shards carry a digest in their names, so that new ones never overwrite old ones; the index comes last."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in stored.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    tag = hashlib.sha256(text.encode()).hexdigest()[:8]
+    names = [f"model-{tag}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        write(path / name, shard, {"format": "pt"})
+    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": total, KEY: text}, "weight_map": places}
+    write_text(path / INDEX, json.dumps(index, indent=1))
+    _forget(path, keep={INDEX, *names})
+
+
+def _forget(path: Path, keep: set[str]) -> None:
+    """Remove weights of an earlier save, after the new ones are in place."""
+    for old in [*path.glob("model*.safetensors"), path / INDEX]:
+        if old.name not in keep:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+
+class Bundle:
+    """An opened bundle: its record, and tensors read when asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.readers: dict[str, Reader] = {}
+        single = self.path / WEIGHTS if self.path.is_dir() else self.path
+        if self.path.is_dir() and not single.exists() and (self.path / INDEX).exists():
+            text = self._open_shards()
+        else:
+            if not single.exists():
+                raise explain(f"a bundle ({WEIGHTS} or {INDEX})", "none", "Check the path.", str(self.path))
+            reader = open_file(single)
+            self.readers = dict.fromkeys(reader.shapes, reader)
+            text = reader.metadata.get(KEY, "")
+        if not text:
+            raise explain("a plan in the file's metadata", "none", "It was not written by Sapwood.", str(single))
+        self.record = read_record(text, str(self.path))
+        self._require_consistent()
+
+    def _open_shards(self) -> str:
+        index = self.path / INDEX
+        if index.stat().st_size > 2 * MAX_BYTES:
+            raise explain("an index of reasonable size", f"{index.stat().st_size:,} bytes", "Save it anew.", str(index))
+        try:
+            body = json.loads(index.read_text())
+            places, text = body["weight_map"], body["metadata"][KEY]
+            good = isinstance(text, str) and all(isinstance(v, str) for v in places.values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+            good = False
+        if not good:
+            raise explain("an index of shards", "something else", "The file is damaged: save it anew.", str(index))
+        for name in set(places.values()):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise explain("shards beside the index", repr(name)[:80], "The file is hostile.", str(index))
+        opened = {name: open_file(self.path / name) for name in sorted(set(places.values()))}
+        self.readers = {t: opened[name] for t, name in places.items()}
+        return str(text)
+
+    def _require_consistent(self) -> None:
+        """What the record says and what the files hold must be the same thing."""
+        record = self.record
+        stored = set()
+        for name, shape in record.after.items():
+            how = record.compressed.get(name)
+            if name in record.buffers:
+                continue
+            parts = [name] if how is None else [name + BITMAP, name + VALUES]
+            stored.update(parts)
+            for part in parts:
+                if part not in self.readers or part not in self.readers[part].shapes:
+                    raise explain(f"{part!r} in the file", "nothing of that name", "Save it anew.", str(self.path))
+            if how is None and self.readers[name].shapes[name] != shape:
+                got = self.readers[name].shapes[name]
+                raise explain(f"{name!r} of shape {shape}", str(got), "The bundle is damaged.", str(self.path))
+            if how is not None and how.get("shape") != list(shape):
+                raise explain(f"{name!r} of shape {shape}", repr(how)[:80], "The bundle is damaged.", str(self.path))
+        if set(self.readers) != stored or set(record.digests) != stored:
+            odd = sorted((set(self.readers) ^ stored) | (set(record.digests) ^ stored))[:3]
+            raise explain("exactly the plan's tensors", f"others: {odd}", "Save it anew.", str(self.path))
+
+    def tensor(self, name: str, verify: bool = True) -> torch.Tensor:
+        """One tensor, in memory of its own."""
+        how = self.record.compressed.get(name)
+        if how is None:
+            return self._stored(name, verify).clone()
+        bitmap, values = self._stored(name + BITMAP, verify), self._stored(name + VALUES, verify)
+        return unpack(bitmap, values, self.record.after[name], f"{self.path}, {name!r}")
+
+    def _stored(self, name: str, verify: bool) -> torch.Tensor:
+        return self.readers[name].get(name, self.record.digests[name] if verify else None)
+
+
+def load(path: str | Path, model: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
+    """The saved model: a freshly built dense one (given, or built by name) is cut and filled.
+
+    Give a model on the meta device to avoid ever holding dense weights. ``verify=False`` skips digests.
+    """
+    bundle = Bundle(path)
+    dense = unwrap(factories.build(bundle.record.model) if model is None else model)
+    record = bundle.record
+    require_model(dense, record, str(bundle.path))
+    plan = record.plan()
+    known = _persistent(dense)
+
+    def fill(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in known:
+            found = bundle.tensor(name, verify)
+            return found if tensor.is_meta else found.to(tensor.device)
+        if not tensor.is_meta:
+            return slice_like(name, tensor.detach(), plan).clone()
+        if name in record.buffers:
+            return load_record(name, record, bundle.path)
+        raise explain(
+            f"a value for {name!r}, which is not part of the state_dict",
+            "a tensor on the meta device",
+            "Build the model on the CPU.",
+            str(bundle.path),
+        )
+
+    small = rebuild(dense, fill)
+    set_attributes(small, plan)
+    return small
+
+
+def load_record(name: str, record: Record, where: Path) -> torch.Tensor:
+    """A small buffer that the record itself holds."""
+    return decode(record.buffers[name], f"{where}, {name!r}")
+
+
+def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of the state_dict, each once, under their first name."""
+    names = set(model.state_dict(keep_vars=True))
+    return {n: t for n, t in named_tensors(model).items() if n in names}
+
+
+def _aliases(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    first = {id(t): n for n, t in tensors.items()}
+    everything = model.state_dict(keep_vars=True)
+    return {n: first[id(t)] for n, t in everything.items() if isinstance(t, torch.Tensor) and first.get(id(t), n) != n}
+
+
+def _require_cut(record: Record, plan: Plan) -> None:
+    for name, dims in plan.keep.items():
+        if name not in record.after:
+            raise explain(f"a tensor {name!r}", "none", "Pass the plan this model was cut by.", "save")
+        wanted = [len(dims.get(d, range(n))) for d, n in enumerate(plan.shapes[name])]
+        if list(record.after[name]) != wanted:
+            got = record.after[name]
+            raise explain(f"{name!r} of shape {tuple(wanted)}", str(got), "Pass the cut model and its plan.", "save")
+
+
+def require_model(model: nn.Module, record: Record, where: str) -> None:
+    tensors = _persistent(model)
+    kind = type(model).__name__
+    for name in record.before:
+        if name in record.buffers:
+            continue
+        if name not in tensors:
+            raise explain(f"a model with {name!r}", f"{kind} without", "Build the model that was pruned.", where)
+        if tuple(tensors[name].shape) != record.before[name]:
+            got = tuple(tensors[name].shape)
+            raise explain(
+                f"{name!r} of shape {record.before[name]} before the cut", str(got), "Build it as it was pruned.", where
+            )
+    extra = sorted(set(tensors) - set(record.before))
+    if extra:
+        raise explain("a model whose tensors are all in the bundle", f"also {extra[:3]}", "Build it as it was.", where)
+    for name in record.keep:
+        if name not in record.before:
+            raise explain(f"a shape for {name!r}", "none", "The bundle is damaged.", where)
+
+
+def _plain_check(check: CheckResult) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(check).items()}
+
+
+def describe_inputs(example_inputs: Any) -> Any:
+    """Shapes and dtypes of a call, enough to make inputs of the same kind."""
+    args, kwargs = as_call(example_inputs)
+    return {"args": [_spec(a) for a in args], "kwargs": {k: _spec(v) for k, v in kwargs.items()}}
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        spec = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        whole = not value.is_floating_point() and value.numel() and value.dtype != torch.bool
+        return {"tensor": spec | ({"high": int(value.max()) + 1} if whole else {})}
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return {"value": value}
+    raise SapwoodError(
+        f"example_inputs: expected tensors and plain values to remember; got {type(value).__name__}. "
+        "Leave example_inputs out and give them at export."
+    )
+
+
+def make_inputs(specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Random inputs of the remembered shapes and dtypes."""
+
+    def make(spec: Any) -> Any:
+        if "tensor" not in spec:
+            return spec["value"]
+        about = spec["tensor"]
+        dtype = getattr(torch, about["dtype"])
+        if dtype.is_floating_point:
+            return torch.randn(about["shape"], dtype=dtype)
+        return torch.randint(0, max(1, int(about.get("high", 2))), about["shape"]).to(dtype)
+
+    return tuple(make(a) for a in specs["args"]), {k: make(v) for k, v in specs["kwargs"].items()}
+
+
+__all__ = ["Bundle", "describe_inputs", "load", "make_inputs", "save", "write_bundle"]
