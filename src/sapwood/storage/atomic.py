@@ -40,11 +40,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         _discard(temporary)
         raise write_error(path, error) from error
-    except BaseException as error:
+    except BaseException:
         _discard(temporary)
-        cause = _system_error(error)
-        if cause is not None:
-            raise write_error(path, cause) from error
         raise
 
 
@@ -65,15 +62,6 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _system_error(error: BaseException) -> OSError | None:
-    """The safetensors writer reports I/O errors as text: (os error 28)."""
-    text = str(error)
-    if "(os error " not in text:
-        return None
-    number = int(text.split("(os error ")[1].split(")")[0])
-    return OSError(number, os.strerror(number))
 
 
 def _discard(path: Path | None) -> None:

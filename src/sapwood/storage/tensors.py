@@ -1,7 +1,7 @@
 """Tensors in safetensors files: mostly-zero ones as bitmap and values, each with a digest.
 
-Written by the safetensors library. Read after a strict look at the header, straight from the mapped
-file; nothing is allocated until a tensor's shape is known to be the one the model wants.
+Read after a strict look at the header, by the safetensors library, straight from the mapped file;
+nothing is allocated until a tensor's shape is known to be the one the model wants.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from sapwood.errors import SapwoodError
 from sapwood.storage.atomic import replacing
@@ -99,21 +98,29 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def write(path: Path, stored: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, whole or not at all."""
-    unique = _own_memory(stored)
-    with replacing(path) as temporary:
-        save_file(unique, temporary, metadata=dict(metadata))
+    """Write a safetensors file, whole or not at all.
 
-
-def _own_memory(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that lie in one another's memory are copied: the format holds each by itself."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in stored.items():
-        memory = tensor.untyped_storage()._cdata
-        result[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return result
+    The library's own writer puts metadata in a random order; ours gives the same bytes every time, and
+    streams tensors to disk without a copy.
+    """
+    names = sorted(stored, key=lambda n: (-stored[n].dtype.itemsize, n))  # wide ones first keeps all aligned
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    start = 0
+    for name in names:
+        stop = start + stored[name].numel() * stored[name].element_size()
+        header[name] = {"dtype": _NAMES[stored[name].dtype], "shape": list(stored[name].shape)}
+        header[name]["data_offsets"] = [start, stop]
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise SapwoodError(f"{path}: expected a header of at most {MAX_HEADER:,} bytes; got {len(text):,}.")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            flat = stored[name].detach().cpu().contiguous().view(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)
