@@ -700,3 +700,114 @@ class shape_assertions(nn.Module):
         assert x.shape[1] == self.width, "wrong width"
         assert x.size(1) % 2 == 0
         return self.head(x)
+
+
+@case(image())
+class spatial_attention_by_max(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.gate, self.head = conv(3, 8), conv(2, 1, 3), Pool(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        pooled = torch.cat([x.max(1, keepdim=True)[0], x.mean(1, keepdim=True)], 1)
+        return self.head(x * self.gate(pooled).sigmoid())
+
+
+@case(tokens())
+class writes_by_index(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(16, 12), nn.Linear(16, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        a[a < 0] = 0.1
+        a = a.index_add(1, torch.tensor([0, 2]), b[:, :2])
+        index = torch.tensor([[1], [2]])[:, :, None].expand(-1, -1, a.shape[-1])
+        return self.head(a.scatter_add(1, index, b[:, :1]))
+
+
+@case(tokens(length=8))
+class fourier_mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(16, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(self.a(x), dim=1) * 0.5, n=8, dim=1).relu())
+
+
+@dataclass
+class Settings:
+    heads: int
+    head_dim: int
+
+
+@case(tokens())
+class sizes_in_settings(nn.Module):
+    """Sizes that code reads from a dict and from a configuration object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.table = Settings(4, 6), {"hidden": 24, "name": "net"}
+        self.qkv, self.proj, self.up, self.head = (
+            nn.Linear(16, 72),
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        shape = (b, n, 3, self.settings.heads, self.settings.head_dim)
+        q, k, v = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        y = self.proj(y.reshape(b, n, self.settings.heads * self.settings.head_dim))
+        return self.head(self.up(y).relu().view(b * n, self.table["hidden"]))
+
+
+@case(image())
+class repeated_kernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.a, self.head = 8, conv(3, 8), Pool(8)
+        self.register_buffer("kernel", torch.rand(1, 1, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernel = self.kernel.repeat(self.width, 1, 1, 1)
+        return self.head(F.conv2d(self.a(x), kernel, padding=1, groups=self.width))
+
+
+@case(image())
+class unpooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 8), conv(8, 12), Pool(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, where = F.max_pool2d(self.a(x), 2, return_indices=True)
+        return self.head(self.b(F.max_unpool2d(low, where, 2)))
+
+
+@case(image())
+class product_of_attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.size, self.a, self.head = 16, 8, conv(3, 16), nn.Linear(16 * 64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.a(x).view(-1, self.width * self.size * self.size))
+
+
+@case(image())
+class shared_memory(nn.Module):
+    """Two parameters, one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 8), conv(3, 8), Pool(16)
+        self.b.weight = nn.Parameter(self.a.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.a(x), self.b(x.flip(2))], 1))

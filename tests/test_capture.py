@@ -75,17 +75,7 @@ def test_costs_agree_with_torch(name: str) -> None:
         outputs(model, inputs)
     ours, theirs = trace.flops, counter.get_total_flops()
     if "spectral" not in name:  # torch counts no matrix-vector products
-        extra = {"auxiliary_head_in_training": 2 * 2 * 64 * 4 * 8 * 9}
-        assert ours == pytest.approx(theirs + _train_pass(name, model, inputs, extra), rel=1e-6)
-
-
-def _train_pass(name: str, model: nn.Module, inputs: object, extra: dict[str, int]) -> int:
-    """A second pass, in training mode, is made for parameters that evaluation does not touch."""
-    if name not in extra and name != "data_dependent_control_flow":
-        return 0
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.train()(inputs)
-    return counter.get_total_flops()
+        assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_planned_costs_are_those_of_the_cut_model() -> None:

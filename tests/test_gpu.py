@@ -21,6 +21,7 @@ CPU_ONLY = {
     "rotary_attention",
     "lstm_cell_by_hand",
     "unknown_operator",
+    "writes_by_index",
 }
 
 

@@ -17,6 +17,7 @@ LEFT = {
     "size_as_factor": 0.80,
     "unknown_operator": 0.65,
     "slice_by_literal": 0.60,
+    "spatial_attention_by_max": 0.55,
 }
 APPROXIMATE = {
     "group_norm",
@@ -31,6 +32,7 @@ APPROXIMATE = {
     "dict_output",
     "softmax_over_channels",
     "statistics_over_channels",
+    "spatial_attention_by_max",
 }
 
 

@@ -56,9 +56,10 @@ class System:
         while waiting:
             later = [e for e in waiting if not self._settle(*e)]
             if len(later) == len(waiting):
-                unknown = next((a for e in later for a in self._unknowns(e[0], e[1])), None)
-                if unknown is None:
+                open_ = [a for e in later for a in self._unknowns(e[0], e[1])]
+                if not open_:
                     break
+                unknown = min(open_, key=lambda a: self.values.get(a, 0))  # widths are the larger numbers
                 self.attributes[unknown] = Form(self.values.get(unknown, 0))
             waiting = later
 

@@ -74,6 +74,20 @@ def expand(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     _fill(tracker, out, sizes)
 
 
+@handles("repeat")
+def repeat(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """A single entry repeated follows the number of times; repeating several keeps their order."""
+    counts, source = _sizes(args, kwargs, 1, "repeats"), args[0]
+    lead, ids = out.dim() - source.dim(), tracker.ids(out)
+    for dim, times in enumerate(counts):
+        if dim >= lead and source.shape[dim - lead] == 1 and ids[dim] is not None:
+            if type(times) is int:
+                ids[dim] = None  # repeated a fixed number of times
+            else:
+                _equate(tracker, times, ids[dim], "a number of repeats")
+    tracker.assign(out, ids)
+
+
 @handles("zeros", "ones", "empty", "rand", "randn", "full")
 def create(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     _fill(tracker, out, _sizes(args, kwargs, 0, "size"))

@@ -32,7 +32,9 @@ class Mirror:
     attribute: str
     parameter: str
     dim: int
+    value: int
     times: str | None = None
+    times_value: int = 1
 
 
 def find_mirrors(model: nn.Module) -> list[Mirror]:
@@ -53,5 +55,6 @@ def find_mirrors(model: nn.Module) -> list[Mirror]:
             if size == value:
                 prefix = f"{path}." if path else ""
                 known = first_name[id(own[name])]
-                found.append(Mirror(prefix + attribute, known, dim, prefix + times if times else None))
+                by = (prefix + times, getattr(module, times)) if times else (None, 1)
+                found.append(Mirror(prefix + attribute, known, dim, value, *by))
     return found

@@ -29,6 +29,8 @@ _SIZE_METHODS = {"size", "numel", "nelement", "__len__"}
 class WatchOperators(TorchDispatchMode):
     """Runs each operator and tells the tracker."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
@@ -77,12 +79,14 @@ class WatchFunctions(TorchFunctionMode):
 def plain_paths() -> Iterator[None]:
     """Switch off fused paths that hide operators, and let functional code run openly."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    saved = {name: getattr(F, name) for name in names}
+    # a batch of one, in training mode, is no reason to stop a trace
+    replaced = {**dict.fromkeys(names, lambda *_: False), "_verify_batch_size": lambda size: None}
+    saved = {name: getattr(F, name) for name in replaced}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for name in names:
-            setattr(F, name, lambda *_: False)
+        for name, function in replaced.items():
+            setattr(F, name, function)
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:

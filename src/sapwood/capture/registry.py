@@ -109,11 +109,17 @@ def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return bound
 
 
-def apply_rule(tracker: Tracker, op: torch._ops.OpOverload, args: Any, kwargs: Any, outputs: Any) -> None:
+def apply_rule(tracker: Tracker, op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
     """Run an operator's rule; freeze what reaches an operator that has none."""
+    if not isinstance(op, torch._ops.OpOverload):  # a higher-order operator: it hides others
+        _freeze(tracker, [*args, *kwargs.values()], f"the operator {op} has no rule")
+        return
     call = Call(op, bind(op, args, kwargs), outputs, tracker)
     inputs = list(call.inputs())
     for tensor in inputs:
+        tracker.use(tensor)
+        if isinstance(tensor, torch.nn.Parameter) and tensor not in tracker.names:
+            tracker.foreign.add(f"{tuple(tensor.shape)} ({tracker.where()})")
         found = tracker.names.get(tensor)
         if found is not None:
             tracker.touched.add(found[0])
@@ -130,6 +136,10 @@ def apply_rule(tracker: Tracker, op: torch._ops.OpOverload, args: Any, kwargs: A
             if tracker.strict:
                 raise
             reason = f"the rule for {op._schema.name} failed ({type(error).__name__}: {error})"
-    for tensor in [*call.inputs(), *tensors([outputs])]:
+    _freeze(tracker, [*inputs, *tensors([outputs])], reason)
+
+
+def _freeze(tracker: Tracker, values: Any, reason: str) -> None:
+    for tensor in tensors(values):
         for ids in tracker.ids(tensor):
             tracker.pin(ids, reason)

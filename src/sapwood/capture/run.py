@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
+from sapwood.capture.isolation import copied
 from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
-from sapwood.capture.sizes import Attr, TaggedInt
 from sapwood.capture.skeleton import named_tensors, rebuild
+from sapwood.capture.tagging import tag_attributes
 from sapwood.capture.tracker import Tracker
 from sapwood.errors import SapwoodError, explain
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _is_call(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
 
 
 def as_call(example_inputs: Any) -> Inputs:
@@ -44,126 +40,110 @@ def as_call(example_inputs: Any) -> Inputs:
     return (example_inputs,), {}
 
 
+def _is_call(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
+
+
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Every tensor in a nest of containers, dataclasses and plain objects, in a stable order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif depth < 12:
+        for item in _inside(value):
             yield from tensors_in(item, depth + 1)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name), depth + 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and depth < 8:
-        for item in vars(value).values():
-            yield from tensors_in(item, depth + 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, entry.name) for entry in dataclasses.fields(value)]
+    if inspect.isgenerator(value):
+        raise explain("outputs that can be looked at twice", "a generator", "Return a list.", "the model's output")
+    if isinstance(value, (type, nn.Module, str, bytes, int, float)) or value is None:
+        return []
+    slots = [s for kind in type(value).__mro__ for s in _slots(kind)]
+    return [*vars(value).values(), *_slotted(value, slots)] if hasattr(value, "__dict__") else _slotted(value, slots)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = kind.__dict__.get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _slotted(value: Any, slots: list[str]) -> list[Any]:
+    return [getattr(value, s) for s in slots if not s.startswith("__") and hasattr(value, s)]
 
 
 def is_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in named_tensors(model).values())
 
 
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors without data; torch's own log of what failed on them is not for our users."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level, mode = log.level, FakeTensorMode(allow_non_fake_inputs=True)
-    log.setLevel(logging.CRITICAL)
-    try:
-        with mode:
-            yield mode
-    finally:
-        log.setLevel(level)
-
-
-def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data; one from the meta device plays that it is on the CPU."""
-    if tensor.is_meta:
-        with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    else:
-        made = mode.from_tensor(tensor)
-    return made
-
-
-def fake_inputs(mode: FakeTensorMode, inputs: Inputs) -> Inputs:
-    return pytree.tree_map_only(torch.Tensor, lambda t: fake(mode, t), inputs)  # type: ignore[no-any-return]
-
-
-def fake_model(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    return rebuild(model, lambda _, tensor: fake(mode, tensor))
-
-
 def watch(model: nn.Module, inputs: Inputs) -> tuple[Tracker, str]:
     """Trace on tensors without data where the model allows it, on real ones otherwise."""
+
+    def without_data(tags: bool) -> Tracker:
+        return in_fake_mode(lambda mode: _attempt(fake_model(mode, model), fake_inputs(mode, inputs), tags))
+
+    first: Tracker | None = None
+    with contextlib.suppress(SapwoodError):
+        first = without_data(tags=True)
+        if first.complete or is_meta(model):
+            return first, "fake"
+    if is_meta(model):
+        return without_data(tags=False), "fake"
     try:
-        with fake_tensors() as mode:
-            return _attempt(fake_model(mode, model), fake_inputs(mode, inputs)), "fake"
+        found = _attempt(rebuild(model, lambda _, t: t.detach().clone()), copied(inputs), tags=True)
+        return (found, "real") if first is None or found.complete else (first, "fake")
     except SapwoodError:
-        if is_meta(model):
-            raise
-        return _attempt(rebuild(model, _alias), inputs), "real"
+        if first is not None:
+            return first, "fake"
+        with contextlib.suppress(SapwoodError):  # code that insists on plain ints: more is frozen, it works
+            return without_data(tags=False), "fake"
+        raise
 
 
-def _alias(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Share a parameter's memory, but copy what a forward could write to."""
-    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-
-
-def _attempt(copied: nn.Module, inputs: Inputs) -> Tracker:
-    tracker = Tracker({id(m): path for path, m in copied.named_modules() if path})
-    for name, tensor in named_tensors(copied).items():
+def _attempt(model: nn.Module, inputs: Inputs, tags: bool) -> Tracker:
+    """One forward in evaluation mode, one in training mode (auxiliary heads, masks of a literal size)."""
+    tracker = Tracker({id(m): path for path, m in model.named_modules() if path})
+    for name, tensor in named_tensors(model).items():
         tracker.register(name, tensor)
-    tag_attributes(copied, tracker)
-    result = forward(copied.eval(), inputs, tracker)
+    tracker.with_tags = tags
+    if tags:
+        tag_attributes(model, tracker)
+    result = forward(model.eval(), copied(inputs), tracker)
     tracker.outputs = [tuple(t.shape) for t in tensors_in(result)]
-    parameters = {n for n, _ in copied.named_parameters()}
-    if parameters - tracker.touched:  # branches that only run in training: auxiliary heads
-        with contextlib.suppress(SapwoodError):  # what it saw until then still counts
-            forward(copied.train(), inputs, tracker)
+    if not tracker.outputs:
+        got = type(result).__name__
+        raise explain("outputs that contain tensors", got, "Return the tensors to compare.", "the model's output")
+    work = list(tracker.work)
+    try:
+        forward(model.train(), inputs, tracker)
+        tracker.trains = True
+    except SapwoodError:  # what it saw until then still counts
+        parameters = {n for n, p in model.named_parameters()}
+        tracker.complete = not (parameters - tracker.touched)
+    tracker.work = work
     return tracker
 
 
-def forward(copied: nn.Module, inputs: Inputs, tracker: Tracker) -> Any:
+def forward(model: nn.Module, inputs: Inputs, tracker: Tracker) -> Any:
     """One forward under the watch; the axes of the result are pinned."""
     args, kwargs = inputs
     try:
         with torch.no_grad(), plain_paths(), WatchOperators(tracker), WatchFunctions(tracker):
-            result = copied(*args, **kwargs)
+            result = model(*args, **kwargs)
     except Exception as error:
         shapes = [tuple(t.shape) for t in tensors_in([args, kwargs])]
         raise SapwoodError(
-            f"example_inputs: expected inputs that {type(copied).__name__} accepts; its forward raised "
+            f"example_inputs: expected inputs that {type(model).__name__} accepts; its forward raised "
             f"{type(error).__name__}: {error} for inputs of shapes {shapes}. "
             "Check that model(*example_inputs) runs by itself."
         ) from error
     for tensor in tensors_in(result):
+        tracker.use(tensor)
         for ids in tracker.ids(tensor):
             tracker.pin(ids, "it is part of the model's output", "output")
     return result
-
-
-def tag_attributes(model: nn.Module, tracker: Tracker) -> None:
-    """Replace the int attributes of every module of a copy by ints that know their name."""
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for name, value in list(vars(module).items()):
-            where = f"{path}.{name}".lstrip(".")
-            tagged = _tag(value, Attr(where), tracker)
-            if tagged is not value:
-                tracker.attribute_roots[where] = value
-                module.__dict__[name] = tagged
-
-
-def _tag(value: Any, attr: Attr, tracker: Tracker) -> Any:
-    if type(value) is int:
-        tracker.attribute_values[attr] = value
-        return TaggedInt(value, attr, tracker)
-    if type(value) in (tuple, list) and value and all(type(v) in (int, tuple, list) for v in value):
-        parts = [_tag(v, Attr(attr.path, (*attr.index, i)), tracker) for i, v in enumerate(value)]
-        return type(value)(parts)
-    return value

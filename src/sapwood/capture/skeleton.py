@@ -41,9 +41,18 @@ def _loose_tensors(model: nn.Module, known: set[int]) -> Iterator[tuple[str, tor
     """Tensors kept as plain attributes (hook-made weights, caches)."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and id(value) not in known:
-                known.add(id(value))
-                yield f"{path}.{name}".lstrip("."), value
+            for tensor in _tensors_within(value):
+                if id(tensor) not in known:
+                    known.add(id(tensor))
+                    yield f"{path}.{name}".lstrip("."), tensor
+
+
+def _tensors_within(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple, dict) and depth < 4:
+        for item in value.values() if type(value) is dict else value:
+            yield from _tensors_within(item, depth + 1)
 
 
 def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
@@ -53,6 +62,7 @@ def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
     for name, tensor in tensors.items():
         new = replace(name, tensor)
         if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
+            new = new.clone() if new.is_inference() else new
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = new
     for name, tensor in _loose_tensors(model, set(memo)):

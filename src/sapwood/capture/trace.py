@@ -11,6 +11,7 @@ from torch import nn
 
 from sapwood.capture.classes import ALL_TIED, Classes, find_classes
 from sapwood.capture.forms import Form, System
+from sapwood.capture.isolation import undisturbed
 from sapwood.capture.mirrors import Mirror, find_mirrors
 from sapwood.capture.rules.contraction import KERNEL
 from sapwood.capture.run import as_call, watch
@@ -63,6 +64,9 @@ class Trace:
     made: frozenset[Site] = field(repr=False, default=frozenset())
     outputs: list[tuple[int, ...]] = field(repr=False, default_factory=list)
     mode: str = "fake"
+    trains: bool = True
+    """Whether a forward in training mode ran, so that the cut model's must run, too."""
+    notes: tuple[str, ...] = ()
 
     @property
     def dense(self) -> list[int]:
@@ -77,6 +81,7 @@ class Trace:
         return self.costs.evaluate("flops", self.dense)
 
 
+@undisturbed()
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
     """Watch the model run once and find which channels belong together."""
     model = require_plain(model)
@@ -226,6 +231,8 @@ class _Builder:
             made=frozenset(self.made),
             outputs=tracker.outputs,
             mode=mode,
+            trains=tracker.trains,
+            notes=tuple(f"the model reads a parameter that is not its own: {at}" for at in sorted(tracker.foreign)),
         )
 
     def _groups(self, members: list[np.ndarray], costs: Costs) -> tuple[Group, ...]:

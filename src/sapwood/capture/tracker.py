@@ -94,7 +94,14 @@ class Tracker:
     names: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     state: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     makers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    positions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Tensors that hold positions along an axis; whoever uses one freezes that axis."""
+    _memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
+    with_tags: bool = True
+    trains: bool = False
+    complete: bool = True
+    foreign: set[str] = field(default_factory=set)
     strict: bool = field(default_factory=lambda: STRICT)
     hints: dict[str, Any] = field(default_factory=dict)
     _vector_of: dict[int, int] = field(default_factory=dict)
@@ -112,14 +119,31 @@ class Tracker:
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """Give every dimension of a parameter or buffer its coordinates, once."""
         dims: list[Ids] = []
+        twin = self._twin(name, tensor)
         for dim, size in enumerate(tensor.shape):
             site = (name, dim)
             if site not in self.coordinates:
                 self.coordinates[site] = self.fresh(size)
+                if twin is not None:
+                    self.edges.append((self.coordinates[site], self.coordinates[twin, dim]))
             dims.append(self.coordinates[site] if size > 1 else None)
         self.state[tensor] = dims
         self.names[tensor] = (name, tuple(range(tensor.dim())))
         self.constant[tensor] = True
+
+    def _twin(self, name: str, tensor: torch.Tensor) -> str | None:
+        """The parameter registered before that lies in the same memory, if there is one."""
+        if tensor.layout is not torch.strided or tensor.numel() < 2:
+            return None
+        memory = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        first = self._memory.setdefault(memory, name)
+        return None if first == name else first
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Note that code reads this tensor's values."""
+        held = self.positions.get(tensor)
+        if held is not None:
+            self.pin(held, "positions along it are used")
 
     def ids(self, tensor: torch.Tensor) -> list[Ids]:
         found = self.state.get(tensor)

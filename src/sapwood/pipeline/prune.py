@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sapwood.capture.fakes import fake_inputs, in_fake_mode
+from sapwood.capture.isolation import copied, undisturbed
 from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, as_call, fake_inputs, fake_tensors, tensors_in
+from sapwood.capture.run import Inputs, as_call, tensors_in
 from sapwood.capture.skeleton import named_tensors, require_plain
 from sapwood.capture.trace import Trace
 from sapwood.capture.trace import trace as make_trace
@@ -59,8 +61,14 @@ class _Planner:
             problem = fails(plan)
             if not problem:
                 return plan
-            for name, why in self._at_fault(plan, fails, problem).items():
-                self.barred[name] = why
+            found = {n: why for n, why in self._at_fault(plan, fails, problem).items() if n not in self.barred}
+            if not found:
+                raise SapwoodError(
+                    f"{type(self.model).__name__}: expected the same output from the same inputs; even with nothing "
+                    f"cut, {problem}. A model whose output differs from run to run cannot be checked: make it "
+                    "deterministic in evaluation mode."
+                )
+            self.barred |= found
 
     def _at_fault(self, plan: Plan, fails: Fails, problem: str) -> dict[str, str]:
         """Bisect over groups (with those they are tied to) for one that fails by itself."""
@@ -95,22 +103,35 @@ class _Planner:
         if not plan.keep:
             return ""
         if self.trace.mode == "real":
-            return self._compare(cut(self.model, plan), self.inputs)
-        with fake_tensors() as mode:
-            return self._compare(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs))
+            return self._try(cut(self.model, plan), copied(self.inputs)) or self.trains(plan)
+        return in_fake_mode(
+            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs))
+        ) or self.trains(plan)
 
-    def _compare(self, small: nn.Module, inputs: Inputs) -> str:
+    def trains(self, plan: Plan) -> str:
+        """If the dense model runs in training mode, the cut one must."""
+        if not self.trace.trains or not plan.keep:
+            return ""
+        if self.trace.mode == "real":
+            return self._try(cut(self.model, plan), copied(self.inputs), train=True)
+        return in_fake_mode(
+            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train=True)
+        )
+
+    def _try(self, small: nn.Module, inputs: Inputs, train: bool = False) -> str:
         try:
             with torch.no_grad(), plain_paths():
-                outputs = small.eval()(*inputs[0], **inputs[1])
+                outputs = small.train(train)(*inputs[0], **inputs[1])
         except Exception as error:
-            return f"the cut model's forward raised {type(error).__name__}: {error}"
+            when = " in training mode" if train else ""
+            return f"the cut model's forward raised {type(error).__name__}{when}: {error}"
         shapes = [tuple(t.shape) for t in tensors_in(outputs)]
-        if shapes != self.trace.outputs:
+        if not train and shapes != self.trace.outputs:
             return f"outputs changed from {self.trace.outputs} to {shapes}"
         return ""
 
 
+@undisturbed()
 def make_plan(
     model: nn.Module,
     example_inputs: Any,
@@ -125,6 +146,7 @@ def make_plan(
     return planner.plan_until(planner.runs)
 
 
+@undisturbed()
 def prune(
     model: nn.Module,
     example_inputs: Any,
@@ -143,7 +165,7 @@ def prune(
         result = run_check(planner.model, small, plan, example_inputs)
         results.clear()
         results[id(plan)] = (small, result)
-        return "" if result.passed else result.notes[-1]
+        return planner.trains(plan) if result.passed else result.notes[-1]
 
     plan = planner.plan_until(fails)
     small, result = results[id(plan)]

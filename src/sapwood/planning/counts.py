@@ -53,36 +53,39 @@ def settle(unit: Unit, targets: np.ndarray, widths: np.ndarray, steps: np.ndarra
     counts = np.where(fixed | (targets >= widths), widths, counts)
     if not len(unit.rows):
         return counts
-    for upper in (counts, widths.astype(float)):
-        found = _solve(unit, counts, upper, widths, fixed)
-        if found is not None:
-            return found
+    for step in (steps, np.ones_like(steps)) if (steps > 1).any() else (steps,):
+        for upper in (counts, widths.astype(float)):
+            found = _solve(unit, counts, upper, widths, fixed, step)
+            if found is not None:
+                return found
     return widths.astype(float)
 
 
 def _solve(
-    unit: Unit, wanted: np.ndarray, upper: np.ndarray, widths: np.ndarray, fixed: np.ndarray
+    unit: Unit, wanted: np.ndarray, upper: np.ndarray, widths: np.ndarray, fixed: np.ndarray, steps: np.ndarray
 ) -> np.ndarray | None:
-    """Integer counts nearest to the wanted ones (each deviation relative to its width)."""
+    """Counts nearest to the wanted ones (each deviation relative to its width), in whole steps."""
     size = len(widths)
-    lower = np.where(fixed, widths, 1).astype(float)
-    # variables: counts, then their deviations from the wanted counts
+    steps = np.where(fixed | (widths % steps != 0), 1, steps)
+    lower = np.where(fixed, widths, steps) / steps
+    # variables: counts in steps, then the deviations of the counts from the wanted ones
     cost = np.concatenate([np.zeros(size), 1.0 / widths])
-    eye = np.eye(size)
-    equations = LinearConstraint(np.hstack([unit.rows, np.zeros_like(unit.rows)]), -unit.constants, -unit.constants)
-    above = LinearConstraint(np.hstack([-eye, eye]), -wanted, np.inf)
-    below = LinearConstraint(np.hstack([eye, eye]), wanted, np.inf)
+    grow, eye = np.diag(steps), np.eye(size)
+    rows = unit.rows * steps
+    equations = LinearConstraint(np.hstack([rows, np.zeros_like(rows)]), -unit.constants, -unit.constants)
+    above = LinearConstraint(np.hstack([-grow, eye]), -wanted, np.inf)
+    below = LinearConstraint(np.hstack([grow, eye]), wanted, np.inf)
     found = milp(
         cost,
         integrality=np.concatenate([np.ones(size), np.zeros(size)]),
         bounds=Bounds(
             np.concatenate([lower, np.zeros(size)]),
-            np.concatenate([np.maximum(upper, lower), np.full(size, np.inf)]),
+            np.concatenate([np.maximum(np.floor(upper / steps), lower), np.full(size, np.inf)]),
         ),
         constraints=[equations, above, below],
         options={"time_limit": 5.0},
     )
-    return None if found.x is None else np.round(found.x[:size])
+    return None if found.x is None else np.round(found.x[:size]) * steps
 
 
 def steps_for(round_to: int | None, blocks: Sequence[int], widths: Sequence[int]) -> np.ndarray:
@@ -117,8 +120,23 @@ class Allocator:
 
     def fit(self, limit: float, slack: float) -> np.ndarray:
         """Counts whose cost is at most ``limit`` and, where the model allows, above limit - slack."""
-        held: dict[int, np.ndarray] = {}
-        best, level = self.counts(0.0), 0.0
+        best, coarse = self._fill(limit, slack, {})
+        for number, counts in coarse:  # a unit of coarse steps: try its next step up, and less elsewhere
+            if limit - self.cost(best) <= slack:
+                break
+            held = {number: counts}
+            if self.cost(self.counts(0.0, held)) <= limit:
+                other, _ = self._fill(limit, slack, held)
+                best = max(best, other, key=self.cost)
+        return best
+
+    def _fill(
+        self, limit: float, slack: float, held: dict[int, np.ndarray]
+    ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+        """Raise the level; hold what would overshoot, go on with the rest. Also: the steps not taken."""
+        held, level = dict(held), 0.0
+        best = self.counts(level, held)
+        coarse: list[tuple[int, np.ndarray]] = []
         for _ in range(len(self.units)):
             low, high = self._bisect(limit, level, held)
             best, level = self.counts(low, held), low
@@ -133,8 +151,10 @@ class Allocator:
             if not jumped:
                 break
             largest = max(jumped, key=lambda n: self._jump(best, above, n))
-            held[largest] = best[list(self.units[largest].groups)]
-        return best
+            index = list(self.units[largest].groups)
+            held[largest] = best[index]
+            coarse.append((largest, above[index]))
+        return best, coarse[:4]
 
     def _jump(self, below: np.ndarray, above: np.ndarray, number: int) -> float:
         mixed, index = below.copy(), list(self.units[number].groups)

@@ -37,13 +37,13 @@ def draft_plan(
     ignored = ignored_groups(trace, ignore)
     barred = frozen_groups or {}
     fixed = np.array([g.name in ignored or g.name in barred for g in trace.groups], dtype=bool)
-    counts = _count(trace, scores, budget, allocate, round_to, fixed)
+    counts = _count(trace, scores, budget, allocate, round_to, fixed, barred)
     kept = {
         g.name: tuple(sorted(np.argsort(-s, kind="stable")[:n].tolist()))
         for g, s, n in zip(trace.groups, scores, counts, strict=True)
         if n < g.width
     }
-    notes = tuple(f"group {name} was left whole: {why}" for name, why in barred.items())
+    notes = trace.notes + tuple(f"group {name} was left whole: {why}" for name, why in barred.items())
     return build_plan(trace, kept, budget=_describe(budget, allocate, round_to, score_name), notes=notes)
 
 
@@ -63,6 +63,7 @@ def _count(
     allocate: str,
     round_to: int | None,
     fixed: np.ndarray,
+    barred: Mapping[str, str],
 ) -> list[int]:
     widths = np.array(trace.dense, dtype=float)
     dense = trace.costs.evaluate(budget.kind, trace.dense)
@@ -70,16 +71,13 @@ def _count(
     if limit >= dense:
         return trace.dense
     blocks = [max(m.shape[1] for m in g.members.values()) for g in trace.groups]
-    ranked = np.sort(np.concatenate(scores)) if len(scores) else np.zeros(0)
-    ordered = [np.sort(s) for s in scores]
+    ranks = _ranks(scores)
 
     def targets(level: float) -> np.ndarray:
         if allocate == "uniform":
             return widths * level
-        if level >= 1.0:
-            return widths
-        cut = ranked[min(int((1 - level) * len(ranked)), len(ranked) - 1)]
-        return np.array([len(s) - np.searchsorted(s, cut, side="left") for s in ordered], dtype=float)
+        best = level * sum(trace.dense)
+        return np.array([np.searchsorted(r, best, side="left") for r in ranks], dtype=float)
 
     allocator = Allocator(
         units_of(trace.dense, [form for form, _ in trace.constraints]),
@@ -95,13 +93,27 @@ def _count(
     if budget.kind == "channels" and budget.is_fraction:
         limit = max(limit, least)  # a fraction of the channels, but one of each group at least
     if least > limit:
-        raise _unreachable(trace, budget, int(least), dense, limit)
+        raise _unreachable(trace, budget, int(least), dense, limit, barred)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
 
 
-def _unreachable(trace: Trace, budget: Budget, least: int, dense: int, limit: float) -> SapwoodError:
-    worst = sorted(trace.frozen, key=lambda f: -f.channels)[:3]
-    why = "; ".join(f"{f.sites[0][0]} ({f.reason})" for f in worst) or "one channel must stay in each group"
+def _ranks(scores: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The places of each group's channels in one ranking of all, best first; ties keep their order."""
+    if not len(scores):
+        return []
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    ends = np.cumsum([len(s) for s in scores])[:-1]
+    return [np.sort(part) for part in np.split(place, ends)]
+
+
+def _unreachable(
+    trace: Trace, budget: Budget, least: int, dense: int, limit: float, barred: Mapping[str, str]
+) -> SapwoodError:
+    worst = [f"{f.sites[0][0]} ({f.reason})" for f in sorted(trace.frozen, key=lambda f: -f.channels)[:3]]
+    worst += [f"group {name} ({why})" for name, why in list(barred.items())[:3]]
+    why = "; ".join(worst) or "one channel must stay in each group"
     return SapwoodError(
         f"Budget({budget.kind}={getattr(budget, budget.kind)}): expected a budget of at least {least:,} of "
         f"{dense:,} {budget.kind} ({least / dense:.1%}); got {limit:,.0f}. Frozen, among others: {why}. "
@@ -207,8 +219,8 @@ def _attributes(trace: Trace, counts: list[int], keep: Mapping[str, Mapping[int,
         dims = keep.get(mirror.parameter, {})
         size = len(dims[mirror.dim]) if mirror.dim in dims else trace.shapes[mirror.parameter][mirror.dim]
         if mirror.times is not None:
-            size *= changed.get(mirror.times, trace.attribute_roots[mirror.times])
-        if size != trace.attribute_roots[mirror.attribute]:
+            size *= changed.get(mirror.times, mirror.times_value)
+        if size != mirror.value:
             changed.setdefault(mirror.attribute, size)
     return changed
 

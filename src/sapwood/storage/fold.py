@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
 from sapwood.capture.registry import tensors
-from sapwood.capture.run import Inputs, fake_inputs, fake_model, fake_tensors
+from sapwood.capture.run import Inputs
 from sapwood.capture.skeleton import rebuild
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
@@ -51,10 +53,14 @@ def fold_batch_norms(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[
 
 def _pairs(model: nn.Module, inputs: Inputs) -> list[tuple[str, str]]:
     """(layer, norm) where the norm alone reads the layer's output and each runs once."""
+    return in_fake_mode(lambda mode: _pairs_in(mode, model, inputs))
+
+
+def _pairs_in(mode: FakeTensorMode, model: nn.Module, inputs: Inputs) -> list[tuple[str, str]]:
     made: dict[int, str] = {}
     runs: dict[str, int] = {}
     follows: dict[str, tuple[str, int]] = {}
-    with fake_tensors() as mode, torch.no_grad(), _CountUses() as counter:
+    with torch.no_grad(), _CountUses() as counter:
         copied = fake_model(mode, model).eval()
         for name, module in copied.named_modules():
             if type(module) in _LAYERS:

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sapwood.capture.run import fake
+from sapwood.capture.fakes import fake
+from sapwood.capture.isolation import undisturbed
 from sapwood.capture.skeleton import Replace, named_tensors, rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
 from sapwood.types import Plan
 
 
+@undisturbed()
 def cut(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model without the channels the plan leaves out."""
     model = require_plain(model)
@@ -21,7 +23,9 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     shared: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def replace(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        key = (_memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        strided = tensor.layout is torch.strided
+        place = (tensor.storage_offset(), tensor.stride()) if strided else ()
+        key = (_memory(tensor), tuple(tensor.shape), place)
         if key not in shared:  # parameters that share their memory go on sharing it
             shared[key] = sliced(name, tensor, plan)
         return shared[key]
@@ -61,6 +65,8 @@ def set_attributes(small: nn.Module, plan: Plan) -> None:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Which memory a tensor lies in; also for tensors without data."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -125,15 +131,22 @@ def require_fit(model: nn.Module, plan: Plan) -> None:
 
 
 def _set_attribute(model: nn.Module, path: str, value: Any) -> None:
+    """Set an attribute of a module, of an object it holds, or an entry of a dict it holds."""
     *parents, name = path.split(".")
     owner: Any = model
     try:
         for parent in parents:
-            owner = getattr(owner, parent)
-        held = getattr(owner, name)
-    except AttributeError:
+            owner = owner[parent] if isinstance(owner, dict) else getattr(owner, parent)
+        held = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    except (AttributeError, KeyError):
         raise SapwoodError(
             f"plan: expected an attribute {path!r}; {type(model).__name__} has none. "
             "The plan was made for another model: make a plan for this one."
         ) from None
-    setattr(owner, name, tuple(value) if isinstance(held, tuple) else value)
+    new = tuple(value) if isinstance(held, tuple) else value
+    if isinstance(owner, dict):
+        owner[name] = new
+    elif name in getattr(owner, "__dict__", {}):
+        vars(owner)[name] = new  # past any validation of its own
+    else:
+        setattr(owner, name, new)

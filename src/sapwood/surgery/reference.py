@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from sapwood.capture.classes import find_classes
+from sapwood.capture.isolation import copied, undisturbed
 from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
 from sapwood.capture.registry import apply_rule, bind, short_name
-from sapwood.capture.run import as_call, tag_attributes, watch
+from sapwood.capture.run import watch
 from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.capture.tagging import tag_attributes
 from sapwood.capture.tracker import Ids, Tracker
 from sapwood.surgery.cut import require_fit
 from sapwood.types import Plan
@@ -34,25 +36,28 @@ def masked_reference(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 class _Reference(nn.Module):
-    """Shares the dense model's memory; finds out anew, for each call, who reads what."""
+    """Finds out anew, for each call, who reads what; then runs a copy of the dense model."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self._dense = (model,)  # in a tuple: not a submodule, never moved or saved with us
         self.plan = plan
 
+    @undisturbed()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dense = self._dense[0]
-        inputs = (args, kwargs)
-        seen, _ = watch(dense, inputs)
+        with undisturbed():  # the same random numbers as without the look ahead
+            seen, _ = watch(dense, copied((args, kwargs)))
         removed = removed_ids(seen, self.plan)
-        copied = rebuild(dense, lambda _, t: t.detach()).eval()
+        own = rebuild(dense, lambda _, t: t.detach().clone()).eval()  # a forward may write to its weights
         tracker = Tracker({})
-        for name, tensor in named_tensors(copied).items():
+        for name, tensor in named_tensors(own).items():
             tracker.register(name, tensor)
-        tag_attributes(copied, tracker)
+        if seen.with_tags:
+            tag_attributes(own, tracker)
+        args, kwargs = copied((args, kwargs))
         with torch.no_grad(), plain_paths(), _LeaveOut(tracker, removed), WatchFunctions(tracker):
-            return copied(*args, **kwargs)
+            return own(*args, **kwargs)
 
 
 def removed_ids(tracker: Tracker, plan: Plan) -> np.ndarray:
@@ -150,7 +155,7 @@ def _sum(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
 
 
 @_reads("aten::mean", "aten::var", "aten::var_mean", "aten::std", "aten::std_mean", "aten::amax", "aten::amin")
-@_reads("aten::logsumexp", "aten::all", "aten::prod")
+@_reads("aten::logsumexp", "aten::all", "aten::prod", "aten::max", "aten::min")
 def _statistic(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
     x = bound["self"]
     for dim in _dims(bound, x):
@@ -220,6 +225,3 @@ def _weight_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
         if dim != bound["dim"]:
             bound["v"] = _zeroed(bound["v"], dim, survivors(v, dim))
     return _call(op, bound)
-
-
-__all__ = ["as_call", "masked_reference", "removed_ids"]

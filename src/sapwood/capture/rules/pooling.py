@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from sapwood.capture.registry import Call, rule, tensors
 
 _SPATIAL = [
@@ -45,8 +47,12 @@ def spatial(call: Call) -> None:
     ids, space = tracker.ids(x), int(found[1])
     for axis in ids[x.dim() - space :]:
         tracker.pin(axis, "a window slides along it")
+    kept = ids[: x.dim() - space]
+    where = call.args.get("indices")
+    if isinstance(where, torch.Tensor):  # unpooling: positions come with their channels
+        kept = [tracker.link(a, b, call.name) for a, b in zip(kept, tracker.ids(where), strict=False)]
     for out in tensors([call.outputs]):
-        tracker.assign(out, ids[: x.dim() - space] + [None] * space)
+        tracker.assign(out, kept + [None] * space)
 
 
 @rule("aten::grid_sampler_2d", "aten::grid_sampler_3d")

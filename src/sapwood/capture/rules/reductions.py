@@ -34,9 +34,11 @@ def inexact(call: Call) -> None:
 
 @rule("aten::max", "aten::min")
 def extreme(call: Call) -> None:
-    if "other" in call.args:  # the two-tensor form is elementwise; torch sends it to maximum
-        raise AssertionError("max and min of two tensors arrive as maximum and minimum")
-    _pick(call)
+    """Values as amax gives them; their positions freeze the axis only when something uses them."""
+    tracker, x = call.tracker, call["self"]
+    _reduce(call, exact=False)
+    if isinstance(call.outputs, (tuple, list)):
+        tracker.positions[call.outputs[1]] = tracker.ids(x)[call["dim"]]
 
 
 @rule("aten::argmax", "aten::argmin", "aten::topk", "aten::sort", "aten::kthvalue", "aten::median")

@@ -256,7 +256,10 @@ def repeat(call: Call) -> None:
     tracker, source, out, counts = call.tracker, call["self"], call.out, call["repeats"]
     lead = out.dim() - source.dim()
     ids: list[Ids] = [None] * lead
-    ids += [None if held is None else np.tile(held, counts[lead + d]) for d, held in enumerate(tracker.ids(source))]
+    for d, held in enumerate(tracker.ids(source)):
+        times = counts[lead + d]
+        stretched = tracker.fresh(times) if times > 1 and source.shape[d] == 1 else None
+        ids.append(stretched if held is None else np.tile(held, times))
     tracker.assign(out, ids)
 
 
