@@ -97,7 +97,9 @@ def test_compiled_wrappers_are_unwrapped() -> None:
 
 def test_parallel_wrappers_are_unwrapped() -> None:
     model, inputs = build("plain_chain")
-    assert type(halve(nn.DataParallel(model), inputs).model) is nn.Sequential
+    wrapped = nn.DataParallel(model)  # moves the model to a GPU where there is one
+    inputs = inputs.to(next(wrapped.parameters()).device)
+    assert type(halve(wrapped, inputs).model) is nn.Sequential
 
 
 def test_a_plan_replays_on_a_fresh_model() -> None:

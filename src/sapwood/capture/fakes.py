@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -41,7 +42,8 @@ def in_fake_mode(function: Callable[[FakeTensorMode], Result]) -> Result:
     """Call a function under a mode of tensors without data; its result must not hold any."""
     mode = _Remembering()
     try:
-        with _silenced(), mode:
+        with _silenced(), mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return function(mode)
     finally:
         scrub(mode.alive)

@@ -68,13 +68,22 @@ def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
     for name, tensor in _loose_tensors(model, set(memo)):
         memo[id(tensor)] = replace(name, tensor.detach())
     try:
-        return copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, memo)
+        _join_recurrent(made)
+        return made
     except Exception as error:
         raise SapwoodError(
             f"expected a model that can be copied; copying {type(model).__name__} raised "
             f"{type(error).__name__}: {error}. Remove what cannot be copied (open files, locks, "
             "generators) from the modules' attributes before pruning."
         ) from error
+
+
+def _join_recurrent(model: nn.Module) -> None:
+    """cuDNN wants the weights of a recurrent layer side by side."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and all(type(p) is nn.Parameter for p in module.parameters()):
+            module.flatten_parameters()
 
 
 def require_plain(model: Any) -> nn.Module:

@@ -30,11 +30,7 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
             shared[key] = sliced(name, tensor, plan)
         return shared[key]
 
-    small = _rebuilt(model, plan, replace)
-    for module in small.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants them side by side
-    return small
+    return _rebuilt(model, plan, replace)
 
 
 def shape_of_cut(mode: FakeTensorMode, model: nn.Module, plan: Plan) -> nn.Module:
