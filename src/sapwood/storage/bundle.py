@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +27,18 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.storage import factories
 from sapwood.storage.atomic import write_text
 from sapwood.storage.record import MAX_BYTES, Record, from_plan, read_record
-from sapwood.storage.tensors import BITMAP, VALUES, Reader, decode, digest, encode, open_file, pack, unpack, write
+from sapwood.storage.tensors import (
+    VALUES,
+    Reader,
+    decode,
+    digest,
+    encode,
+    open_file,
+    pack,
+    require_digest,
+    unpack_into,
+    write,
+)
 from sapwood.surgery.cut import set_attributes, slice_like
 from sapwood.types import CheckResult, Plan
 
@@ -186,7 +200,7 @@ class Bundle:
             how = record.compressed.get(name)
             if name in record.buffers:
                 continue
-            parts = [name] if how is None else [name + BITMAP, name + VALUES]
+            parts = self._parts(name)
             stored.update(parts)
             for part in parts:
                 if part not in self.readers or part not in self.readers[part].shapes:
@@ -202,14 +216,41 @@ class Bundle:
 
     def tensor(self, name: str, verify: bool = True) -> torch.Tensor:
         """One tensor, in memory of its own."""
-        how = self.record.compressed.get(name)
-        if how is None:
-            return self._stored(name, verify).clone()
-        bitmap, values = self._stored(name + BITMAP, verify), self._stored(name + VALUES, verify)
-        return unpack(bitmap, values, self.record.after[name], f"{self.path}, {name!r}")
+        made = self._room(name)
+        self._fill(name, made, self._mapped(name), verify)
+        return made
 
-    def _stored(self, name: str, verify: bool) -> torch.Tensor:
-        return self.readers[name].get(name, self.record.digests[name] if verify else None)
+    def tensors(self, verify: bool = True) -> dict[str, torch.Tensor]:
+        """All of them; digests, copies and unpacking share the cores."""
+        names = [n for n in self.record.after if n not in self.record.buffers]
+        made = {name: self._room(name) for name in names}
+        mapped = {name: self._mapped(name) for name in names}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            for _ in pool.map(lambda name: self._fill(name, made[name], mapped[name], verify), names):
+                pass
+        return made
+
+    def _room(self, name: str) -> torch.Tensor:
+        part = name if name not in self.record.compressed else name + VALUES
+        return torch.empty(self.record.after[name], dtype=self.readers[part].dtypes[part])
+
+    def _mapped(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        return [(part, self.readers[part].get(part)) for part in self._parts(name)]
+
+    def _parts(self, name: str) -> list[str]:
+        how = self.record.compressed.get(name)
+        return [name] if how is None else [f"{name}#{how.get('by')}", name + VALUES]
+
+    def _fill(self, name: str, made: torch.Tensor, parts: list[tuple[str, torch.Tensor]], verify: bool) -> None:
+        if verify:
+            for part, tensor in parts:
+                require_digest(tensor, self.record.digests[part], f"{self.path}, {part!r}")
+        if len(parts) == 2:
+            by = str(self.record.compressed[name].get("by"))
+            unpack_into(made, parts[0][1], parts[1][1], by, f"{self.path}, {name!r}")
+        elif made.numel():  # by numpy: torch would start a team of threads in each of ours
+            raw = made.view(-1).view(torch.uint8), parts[0][1].contiguous().view(-1).view(torch.uint8)
+            np.copyto(raw[0].numpy(), raw[1].numpy())
 
 
 def load(path: str | Path, model: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
@@ -222,11 +263,11 @@ def load(path: str | Path, model: nn.Module | None = None, *, verify: bool = Tru
     record = bundle.record
     require_model(dense, record, str(bundle.path))
     plan = record.plan()
-    known = _persistent(dense)
+    loaded = bundle.tensors(verify)
 
     def fill(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name in known:
-            found = bundle.tensor(name, verify)
+        found = loaded.pop(name, None)
+        if found is not None:
             return found if tensor.is_meta else found.to(tensor.device)
         if not tensor.is_meta:
             return slice_like(name, tensor.detach(), plan).clone()

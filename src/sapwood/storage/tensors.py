@@ -22,7 +22,8 @@ from sapwood.errors import SapwoodError
 from sapwood.storage.atomic import replacing
 
 MAX_HEADER = 64 * 2**20
-BITMAP, VALUES = "#bitmap", "#values"
+BITMAP, GAPS, VALUES = "#bitmap", "#gaps", "#values"
+_CHUNK, _STEP = 2**17, 2**15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {
     "F64": torch.float64,
@@ -43,33 +44,107 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def pack(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """A tensor as it is stored, and how to unfold it (None when it is stored as it is)."""
+    """A tensor as it is stored, and how to unfold it (None when it is stored as it is).
+
+    Where the values lie is told by a bitmap, or by the gaps between them when those take less room.
+    """
     flat = tensor.detach().to("cpu").contiguous()
     if flat.numel() < 64 or flat.dtype not in _NAMES or flat.is_complex() or flat.dtype == torch.bool:
         return {name: flat}, None
     bits = flat.view(-1).view(_BITS[flat.element_size()])
     there = (bits != 0).numpy()  # by bits: -0.0 is a value
-    kept = int(np.count_nonzero(there))
-    if len(there) / 8 + kept * flat.element_size() > 0.9 * flat.numel() * flat.element_size():
+    places = np.flatnonzero(there)
+    stepped = _with_stops(places)
+    width, size = flat.element_size(), flat.numel()
+    costs = {BITMAP: size / 8 + len(places) * width, GAPS: len(stepped) * (1 + width)}
+    how = min(costs, key=lambda k: costs[k])
+    if costs[how] > 0.9 * size * width:
         return {name: flat}, None
-    bitmap = torch.from_numpy(np.packbits(there, bitorder="little"))
-    values = flat.view(-1)[torch.from_numpy(np.flatnonzero(there))]
-    return {name + BITMAP: bitmap, name + VALUES: values}, {"shape": list(flat.shape), "dtype": _NAMES[flat.dtype]}
+    if how == BITMAP:
+        where = torch.from_numpy(np.packbits(there, bitorder="little"))
+    else:
+        where, places = torch.from_numpy(np.diff(stepped, prepend=-1).astype(np.uint8)), stepped
+    values = flat.view(-1)[torch.from_numpy(places)]
+    about = {"shape": list(flat.shape), "dtype": _NAMES[flat.dtype], "by": how[1:]}
+    return {name + how: where, name + VALUES: values}, about
 
 
-def unpack(bitmap: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], where: str) -> torch.Tensor:
-    """The dense tensor behind a bitmap and its values, bit for bit."""
-    size = int(np.prod(shape, dtype=np.int64))
-    if bitmap.dtype != torch.uint8 or bitmap.dim() != 1 or len(bitmap) != (size + 7) // 8 or values.dim() != 1:
-        got = tuple(bitmap.shape)
-        raise SapwoodError(f"{where}: expected a bitmap of {(size + 7) // 8} bytes; got {got}. Save it anew.")
-    places = np.flatnonzero(np.unpackbits(bitmap.numpy(), count=size, bitorder="little"))
-    if len(places) != len(values):
-        raise SapwoodError(f"{where}: expected {len(places)} values for its bitmap; got {len(values)}. Save it anew.")
-    result = torch.zeros(size, dtype=values.dtype)
+def _with_stops(places: np.ndarray) -> np.ndarray:
+    """Places at most 255 apart: where a gap is wider, zeros in between are stored, too."""
+    gaps = np.diff(places, prepend=-1)
+    extra = (gaps - 1) // 255
+    if not extra.any():
+        return places
+    copies = np.repeat(np.arange(len(places)), extra + 1)
+    first = np.cumsum(extra + 1) - (extra + 1)
+    back = (extra[copies] - (np.arange(len(copies)) - first[copies])) * 255
+    stops: np.ndarray = places[copies] - back
+    return stops
+
+
+def unpack(where: torch.Tensor, values: torch.Tensor, about: Mapping[str, Any], place: str) -> torch.Tensor:
+    """The dense tensor behind its values and where they lie, bit for bit."""
+    result = torch.empty(tuple(about["shape"]), dtype=values.dtype)
+    unpack_into(result, where, values, str(about["by"]), place)
+    return result
+
+
+def unpack_into(result: torch.Tensor, where: torch.Tensor, values: torch.Tensor, by: str, place: str) -> None:
+    if where.dtype != torch.uint8 or where.dim() != 1 or values.dim() != 1 or values.dtype != result.dtype:
+        raise SapwoodError(f"{place}: expected bytes and values; got {where.dtype}, {values.dtype}. Save it anew.")
     kind = _BITS[values.element_size()]
-    result.view(kind).numpy()[places] = values.view(kind).numpy()
-    return result.view(shape)
+    dense, given = result.view(-1).view(kind).numpy(), values.view(kind).numpy()
+    if by == BITMAP[1:]:
+        _from_bitmap(dense, where.numpy(), given, place)
+    elif by == GAPS[1:]:
+        _from_gaps(dense, where.numpy(), given, place)
+    else:
+        raise SapwoodError(f"{place}: expected a bitmap or gaps; got {by[:40]!r}. Use a newer Sapwood.")
+
+
+def _from_bitmap(dense: np.ndarray, bits: np.ndarray, given: np.ndarray, place: str) -> None:
+    if len(bits) != (len(dense) + 7) // 8:
+        need = (len(dense) + 7) // 8
+        raise SapwoodError(f"{place}: expected a bitmap of {need} bytes; got {len(bits)}. Save it anew.")
+    taken = 0
+    for start in range(0, len(dense), _CHUNK):  # small pieces stay in the cache
+        piece = dense[start : start + _CHUNK]
+        there = np.unpackbits(bits[start // 8 : (start + len(piece) + 7) // 8], count=len(piece), bitorder="little")
+        places = np.flatnonzero(there.view(bool))
+        if taken + len(places) > len(given):
+            raise _miscounted(place, len(given))
+        piece[:] = 0
+        piece[places] = given[taken : taken + len(places)]
+        taken += len(places)
+    if taken != len(given):
+        raise _miscounted(place, len(given))
+
+
+def _from_gaps(dense: np.ndarray, gaps: np.ndarray, given: np.ndarray, place: str) -> None:
+    if len(gaps) != len(given) or not gaps.all():
+        raise _miscounted(place, len(given))
+    if not len(gaps):
+        dense[:] = 0
+        return
+    at = int(gaps[0]) - 1  # the last place that is filled
+    if at >= len(dense):
+        raise _miscounted(place, len(given))
+    dense[:at] = 0
+    dense[at] = given[0]
+    for start in range(1, len(gaps), _STEP):
+        steps = np.cumsum(gaps[start : start + _STEP], dtype=np.intp)
+        stop = at + int(steps[-1])
+        if stop >= len(dense):
+            raise _miscounted(place, len(given))
+        piece = dense[at : stop + 1]
+        piece[1:] = 0
+        piece[steps] = given[start : start + _STEP]
+        at = stop
+    dense[at + 1 :] = 0
+
+
+def _miscounted(place: str, got: int) -> SapwoodError:
+    return SapwoodError(f"{place}: expected as many values as it has places; got {got}. Save it anew.")
 
 
 def encode(tensor: torch.Tensor) -> dict[str, Any]:
@@ -133,18 +208,21 @@ class Reader:
     metadata: Mapping[str, str]
     file: Any
 
-    def get(self, name: str, expected: str | None = None) -> torch.Tensor:
-        """A tensor that lies in the mapped file; its digest is compared when one is given."""
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor that lies in the mapped file."""
         try:
             tensor: torch.Tensor = self.file.get_tensor(name)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise SapwoodError(f"{self.path}: {name!r} could not be read ({str(error)[:120]}). Save it anew.") from None
-        if expected is not None and digest(tensor) != expected:
-            raise SapwoodError(
-                f"{self.path}: expected {name!r} with digest {expected[:12]}; its bytes give another one. "
-                "The file was changed or damaged after it was written: fetch or save it again."
-            )
         return tensor
+
+
+def require_digest(tensor: torch.Tensor, expected: str, where: str) -> None:
+    if digest(tensor) != expected:
+        raise SapwoodError(
+            f"{where}: expected the digest {expected[:12]}; its bytes give another one. "
+            "The file was changed or damaged after it was written: fetch or save it again."
+        )
 
 
 def open_file(path: Path) -> Reader:
