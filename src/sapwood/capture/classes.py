@@ -113,9 +113,9 @@ def _resolve(tracker: Tracker, nodes: list[list[int]], free: set[int]) -> Classe
         chosen = [place for place, node in enumerate(row) if node in free]
         for place, axis in enumerate(grid.axes):
             if place not in chosen:
-                pins.append((axis, OTHER_SIDE))
+                pins.append((axis, f"{OTHER_SIDE} ({grid.where})"))
         if not chosen:
-            pins.append((grid.cells.ravel(), "both sides of its grid have a fixed size"))
+            pins.append((grid.cells.ravel(), f"both sides of its grid have a fixed size ({grid.where})"))
             continue
         axis = grid.axes[chosen[0]]
         shape = [1] * grid.cells.ndim

@@ -31,6 +31,7 @@ class Grid:
 
     cells: np.ndarray  # ids, in the shape of the grid
     axes: tuple[np.ndarray, ...]  # one id vector per axis of the grid
+    where: str
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Tracker:
         return np.ascontiguousarray(np.broadcast_to(shown, tuple(shape))).ravel()
 
     def _remember_grid(self, cells: np.ndarray, parts: tuple[np.ndarray, ...]) -> None:
-        self.grids.append(Grid(cells, parts))
+        self.grids.append(Grid(cells, parts, self.where()))
         self._merged[tuple(p.tobytes() for p in parts)] = cells
         self._sides_of[cells.tobytes(), cells.shape] = parts
 
