@@ -333,3 +333,16 @@ def test_reading_never_takes_much_more_than_the_file(tmp_path: Path) -> None:
             assert peak <= 4 * len(broken) + 2**16, f"{peak:,} bytes for a file of {len(broken):,}"
     finally:
         tracemalloc.stop()
+
+
+def test_a_full_check_compares_the_sha256(bundle: Path) -> None:
+    assert sw.load(bundle, fresh(), verify="full")
+
+    def forge(body: dict[str, Any]) -> None:
+        quick, _, strong = body["digests"]["0.weight"].partition(":")
+        body["digests"]["0.weight"] = f"{quick}:{strong[::-1]}"
+
+    with_record(bundle, forge)
+    sw.load(bundle, fresh())
+    with pytest.raises(sw.SapwoodError, match="digest"):
+        sw.load(bundle, fresh(), verify="full")

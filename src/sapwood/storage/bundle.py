@@ -214,13 +214,13 @@ class Bundle:
             odd = sorted((set(self.readers) ^ stored) | (set(record.digests) ^ stored))[:3]
             raise explain("exactly the plan's tensors", f"others: {odd}", "Save it anew.", str(self.path))
 
-    def tensor(self, name: str, verify: bool = True) -> torch.Tensor:
+    def tensor(self, name: str, verify: bool | str = True) -> torch.Tensor:
         """One tensor, in memory of its own."""
         made = self._room(name)
         self._fill(name, made, self._mapped(name), verify)
         return made
 
-    def tensors(self, verify: bool = True) -> dict[str, torch.Tensor]:
+    def tensors(self, verify: bool | str = True) -> dict[str, torch.Tensor]:
         """All of them; digests, copies and unpacking share the cores."""
         names = [n for n in self.record.after if n not in self.record.buffers]
         made = {name: self._room(name) for name in names}
@@ -241,10 +241,10 @@ class Bundle:
         how = self.record.compressed.get(name)
         return [name] if how is None else [f"{name}#{how.get('by')}", name + VALUES]
 
-    def _fill(self, name: str, made: torch.Tensor, parts: list[tuple[str, torch.Tensor]], verify: bool) -> None:
+    def _fill(self, name: str, made: torch.Tensor, parts: list[tuple[str, torch.Tensor]], verify: bool | str) -> None:
         if verify:
             for part, tensor in parts:
-                require_digest(tensor, self.record.digests[part], f"{self.path}, {part!r}")
+                require_digest(tensor, self.record.digests[part], f"{self.path}, {part!r}", verify == "full")
         if len(parts) == 2:
             by = str(self.record.compressed[name].get("by"))
             unpack_into(made, parts[0][1], parts[1][1], by, f"{self.path}, {name!r}")
@@ -253,10 +253,11 @@ class Bundle:
             np.copyto(raw[0].numpy(), raw[1].numpy())
 
 
-def load(path: str | Path, model: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
+def load(path: str | Path, model: nn.Module | None = None, *, verify: bool | str = True) -> nn.Module:
     """The saved model: a freshly built dense one (given, or built by name) is cut and filled.
 
-    Give a model on the meta device to avoid ever holding dense weights. ``verify=False`` skips digests.
+    Give a model on the meta device to avoid ever holding dense weights. ``verify=False`` skips the
+    checksums, ``verify="full"`` compares the SHA-256 of every tensor as well.
     """
     bundle = Bundle(path)
     dense = unwrap(factories.build(bundle.record.model) if model is None else model)
