@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.storage.bundle import Bundle
+from sapwood.storage.bundle import Bundle, make_inputs
 from sapwood.storage.record import read_record
 from sapwood.storage.replay import cut_file, read_plan
 from sapwood.storage.tensors import open_file
@@ -165,6 +165,8 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no such table": (set_key("keep", [1, 2]), "table"),
     "an attribute of text": (set_key("attributes", "0.forward", "lambda: 1"), "an int"),
     "an attribute path": (set_key("attributes", "../x", 1), "name"),
+    "a dunder attribute": (set_key("attributes", "0.__class__", 1), "name"),
+    "an attribute that is no size": (set_key("attributes", "0.padding_mode", 1), "a size"),
     "a broken digest": (set_key("digests", "0.weight", "00"), "digest"),
     "a missing digest": (set_key("digests", {}), "exactly"),
     "an infinite factor": (
@@ -346,3 +348,11 @@ def test_a_full_check_compares_the_sha256(bundle: Path) -> None:
     sw.load(bundle, fresh())
     with pytest.raises(sw.SapwoodError, match="digest"):
         sw.load(bundle, fresh(), verify="full")
+
+
+@pytest.mark.parametrize(
+    "inputs", [1, {}, {"args": [{"tensor": {"shape": [2**40], "dtype": "float32"}}], "kwargs": {}}, {"args": [7]}]
+)
+def test_hostile_input_specs(inputs: Any) -> None:
+    with pytest.raises(sw.SapwoodError, match="shapes and dtypes"):
+        make_inputs(inputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,7 @@ def write_bundle(
     text = record.to_json()
     if len(text) > MAX_BYTES:
         raise explain(f"a plan of at most {MAX_BYTES:,} bytes", f"{len(text):,}", "Save fewer tensors.", "save")
+    read_record(text, "save")  # what is written can be read again
     total = sum(t.numel() * t.element_size() for t in stored.values())
     if path.suffix == ".safetensors":
         write(path, stored, {"format": "pt", KEY: text})
@@ -364,12 +366,18 @@ def make_inputs(specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "tensor" not in spec:
             return spec["value"]
         about = spec["tensor"]
-        dtype = getattr(torch, about["dtype"])
+        dtype, shape = getattr(torch, about["dtype"]), [int(n) for n in about["shape"]]
+        if not isinstance(dtype, torch.dtype) or math.prod(shape) > 2**28:
+            raise ValueError(f"{about['dtype']} {shape}")
         if dtype.is_floating_point:
-            return torch.randn(about["shape"], dtype=dtype)
-        return torch.randint(0, max(1, int(about.get("high", 2))), about["shape"]).to(dtype)
+            return torch.randn(shape, dtype=dtype)
+        return torch.randint(0, max(1, int(about.get("high", 2))), shape).to(dtype)
 
-    return tuple(make(a) for a in specs["args"]), {k: make(v) for k, v in specs["kwargs"].items()}
+    try:
+        return tuple(make(a) for a in specs["args"]), {str(k): make(v) for k, v in specs["kwargs"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        got = f"{type(error).__name__} ({str(error)[:80]})"
+        raise explain("shapes and dtypes of inputs", got, "Pass --input 1x3x224x224.", "the bundle") from None
 
 
 __all__ = ["Bundle", "describe_inputs", "load", "make_inputs", "save", "write_bundle"]

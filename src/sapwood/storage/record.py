@@ -237,7 +237,14 @@ def _table(body: Any, key: str, where: str) -> dict[str, Any]:
 
 def _name(name: str, where: str) -> str:
     """Names are names of tensors and attributes: never paths."""
-    if not isinstance(name, str) or not name or len(name) > 1000 or set(name) & set("/\\\0\n") or ".." in name:
+    if (
+        not isinstance(name, str)
+        or not name
+        or len(name) > 1000
+        or set(name) & set("/\\\0\n")
+        or ".." in name
+        or "__" in name
+    ):
         raise _bad(where, "a name such as 'layer1.0.weight'", repr(name)[:80], "The file is damaged or hostile.")
     return name
 
@@ -251,6 +258,8 @@ def _shape(values: Any, name: str, where: str) -> Shape:
 
 def _attribute(value: Any, name: str, where: str) -> Any:
     """Ints, and tuples of them: all that a cut ever rewrites."""
+    if any(part.startswith("__") for part in name.split(".")):
+        raise _bad(where, "a name of an attribute", repr(name)[:80], "The file is damaged or hostile.")
     if type(value) is int:
         return value
     if isinstance(value, list) and len(value) <= 64:

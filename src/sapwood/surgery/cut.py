@@ -139,6 +139,8 @@ def _set_attribute(model: nn.Module, path: str, value: Any) -> None:
             f"plan: expected an attribute {path!r}; {type(model).__name__} has none. "
             "The plan was made for another model: make a plan for this one."
         ) from None
+    if type(held) not in (int, tuple, list) or isinstance(value, int) != isinstance(held, int):
+        raise explain(f"a size in the attribute {path!r}", type(held).__name__, "The plan is another model's.", "plan")
     new = tuple(value) if isinstance(held, tuple) else value
     if isinstance(owner, dict):
         owner[name] = new
