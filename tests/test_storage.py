@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -239,3 +240,29 @@ def test_loading_does_not_depend_on_the_file_afterwards(tmp_path: Path) -> None:
     raw[len(raw) // 2 :] = 0
     weights.write_bytes(raw.tobytes())
     assert same(small, snapshot(done.model))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of this process from /proc")
+def test_loading_on_the_meta_device_holds_one_copy(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)])  # 100 MB
+    plan = sw.make_plan(model, torch.randn(1, 2048), sw.Budget(channels=1.0))
+    sw.save(tmp_path, model, plan)
+    with torch.device("meta"):
+        empty = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)])
+    stop, peak = threading.Event(), [0]
+
+    def own_memory() -> int:
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+    def watch() -> None:
+        while not stop.is_set():
+            peak[0] = max(peak[0], own_memory())
+
+    before = own_memory()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    small = sw.load(tmp_path, empty)
+    stop.set()
+    watcher.join()
+    assert same(small, snapshot(model))
+    assert peak[0] - before < 1.3 * 6 * 2048 * 2048 * 4
