@@ -99,26 +99,23 @@ class _Planner:
         return list(found.values())
 
     def runs(self, plan: Plan) -> str:
-        """Try the cut without data: does it run, and give outputs of the same shapes?"""
-        if not plan.keep:
-            return ""
-        if self.trace.mode == "real":
-            return self._try(cut(self.model, plan), copied(self.inputs)) or self.trains(plan)
-        return in_fake_mode(
-            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs))
-        ) or self.trains(plan)
+        """Try the cut, without data where the trace did: does it run, and give outputs of the same shapes?"""
+        return self._attempt(plan, train=False) or self.trains(plan)
 
     def trains(self, plan: Plan) -> str:
         """If the dense model runs in training mode, the cut one must."""
-        if not self.trace.trains or not plan.keep:
+        return self._attempt(plan, train=True) if self.trace.trains else ""
+
+    def _attempt(self, plan: Plan, train: bool) -> str:
+        if not plan.keep:
             return ""
         if self.trace.mode == "real":
-            return self._try(cut(self.model, plan), copied(self.inputs), train=True)
+            return self._try(cut(self.model, plan), copied(self.inputs), train)
         return in_fake_mode(
-            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train=True)
+            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train)
         )
 
-    def _try(self, small: nn.Module, inputs: Inputs, train: bool = False) -> str:
+    def _try(self, small: nn.Module, inputs: Inputs, train: bool) -> str:
         try:
             with torch.no_grad(), plain_paths():
                 outputs = small.train(train)(*inputs[0], **inputs[1])
