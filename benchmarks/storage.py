@@ -6,8 +6,9 @@ Both give a new model that holds the weights in memory of its own, taking turns;
 cache. "plain" loads the dense safetensors file, copies each tensor out of the mapped file and assigns it to
 a model on the meta device; "bundle" is ``sw.load(path, model)`` with a model on the meta device, digests
 verified. "bundle, unverified" leaves the digests out, as plain safetensors has none. "into a ready model" is
-``model.load_state_dict(load_file(path))``: it copies into memory that is there already, so nothing is allocated;
-the last column is the bundle's speed, verified, against that.
+``model.load_state_dict(load_file(path))`` against ``sw.load_(path, model)``: both fill memory that
+is there already, nothing is allocated. "first load" is the same, once in a new process, into a model just built,
+as a program that starts does it; several processes take turns. Bundles are verified everywhere but in "unverified".
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import copy
 import datetime
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +34,20 @@ from torch import nn
 
 import sapwood as sw
 
-ROUNDS = 25
+ROUNDS, STARTS = 25, 7
+FIRST = """
+import sys, time
+from safetensors.torch import load_file
+from benchmarks.storage import build
+import sapwood as sw
+model = build()
+start = time.perf_counter()
+if sys.argv[1] == "plain":
+    model.load_state_dict(load_file(sys.argv[2] + "/plain.safetensors"))
+else:
+    sw.load_(sys.argv[2] + "/bundle", model)
+print(time.perf_counter() - start)
+"""
 
 
 def build() -> nn.Module:
@@ -69,6 +84,7 @@ def measure(zeros: float, folder: Path) -> dict[str, Any]:
     ways: dict[str, Callable[[], object]] = {
         "plain": plain,
         "into a ready model": lambda: ready.load_state_dict(load_file(folder / "plain.safetensors")),
+        "bundle into a ready model": lambda: sw.load_(folder / "bundle", ready),
         "bundle": lambda: sw.load(folder / "bundle", target),
         "bundle, unverified": lambda: sw.load(folder / "bundle", target, verify=False),
     }
@@ -76,6 +92,11 @@ def measure(zeros: float, folder: Path) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for name, call in ways.items():
             turns[name].append(seconds(call))
+    for _ in range(STARTS):
+        for way in ("plain", "bundle"):
+            command = [sys.executable, "-c", FIRST, way, str(folder)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            turns.setdefault(f"first load, {way}", []).append(float(done.stdout))
     loaded = sw.load(folder / "bundle", target).state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in model.state_dict().items())
     sizes = (folder / "bundle" / "model.safetensors").stat().st_size, (folder / "plain.safetensors").stat().st_size
@@ -84,7 +105,12 @@ def measure(zeros: float, folder: Path) -> dict[str, Any]:
         "zeros": zeros,
         "size_ratio": sizes[0] / sizes[1],
         "seconds": medians,
-        "speed": {name: medians["plain"] / value for name, value in medians.items()},
+        "speed": {
+            "bundle": medians["plain"] / medians["bundle"],
+            "bundle, unverified": medians["plain"] / medians["bundle, unverified"],
+            "against a ready model": medians["into a ready model"] / medians["bundle into a ready model"],
+            "first load": medians["first load, plain"] / medians["first load, bundle"],
+        },
         "turns": turns,
     }
 
@@ -104,24 +130,22 @@ def main() -> int:
         "command": "python -m benchmarks.storage",
     }
     Path(options.out).write_text(json.dumps({"environment": about, "rows": rows}, indent=1))
-    table = Table(title="A bundle of 50M float32 parameters against plain safetensors")
-    speeds = ("speed", "unverified ms", "speed, unverified", "ready ms", "speed, ready")
-    for column in ("zeros", "file size", "plain ms", "bundle ms", *speeds):
+    table = Table(
+        title="A bundle of 50M float32 parameters against plain safetensors: milliseconds plain / bundle, speed"
+    )
+    columns = ("zeros", "file size", "new memory", "unverified", "ready model", "first load")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
         times, speed = row["seconds"], row["speed"]
-        ready = times["into a ready model"]
-        table.add_row(
-            f"{row['zeros']:.0%}",
-            f"{row['size_ratio']:.3f} x",
-            f"{1000 * times['plain']:.0f}",
-            f"{1000 * times['bundle']:.0f}",
-            f"{speed['bundle']:.2f} x",
-            f"{1000 * times['bundle, unverified']:.0f}",
-            f"{speed['bundle, unverified']:.2f} x",
-            f"{1000 * ready:.0f}",
-            f"{ready / times['bundle']:.2f} x",
+        pairs = (
+            ("plain", "bundle", "bundle"),
+            ("plain", "bundle, unverified", "bundle, unverified"),
+            ("into a ready model", "bundle into a ready model", "against a ready model"),
+            ("first load, plain", "first load, bundle", "first load"),
         )
+        cells = [f"{1000 * times[a]:.0f} / {1000 * times[b]:.0f} ms: {speed[c]:.2f} x" for a, b, c in pairs]
+        table.add_row(f"{row['zeros']:.0%}", f"{row['size_ratio']:.3f} x", *cells)
     Console().print(table)
     return 0
 

@@ -49,6 +49,34 @@ def test_every_hazard_comes_back(name: str, tmp_path: Path) -> None:
     assert [p.requires_grad for p in small.parameters()] == [p.requires_grad for p in done.model.parameters()]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_loading_in_place_gives_the_same(name: str, tmp_path: Path) -> None:
+    _, done, inputs = saved(name, tmp_path / "bundle")
+    fresh = CASES[name][0]()
+    parameters = [id(p) for p in fresh.parameters()]
+    assert sw.load_(tmp_path / "bundle", fresh) is fresh
+    assert same(fresh, snapshot(done.model)) and [id(p) for p in fresh.parameters()] == parameters
+    for a, b in zip(outputs(fresh, inputs), outputs(done.model, inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_loading_in_place_fills_the_memory_that_is_there(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    plan = sw.make_plan(model, torch.randn(1, 64), sw.Budget(channels=1.0))
+    sw.save(tmp_path / "bundle", model, plan)
+    fresh = nn.Linear(64, 64)
+    before, place = fresh.weight.detach().clone(), fresh.weight.data_ptr()
+    file = tmp_path / "bundle" / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-5] + bytes([good[-5] ^ 1]) + good[-4:])
+    with pytest.raises(sw.SapwoodError, match="digest"):
+        sw.load_(tmp_path / "bundle", fresh)
+    assert torch.equal(fresh.weight, before)  # refused before anything was filled
+    file.write_bytes(good)
+    sw.load_(tmp_path / "bundle", fresh)
+    assert fresh.weight.data_ptr() == place and torch.equal(fresh.weight, model.weight)
+
+
 def test_one_file_is_enough(tmp_path: Path) -> None:
     _, done, _ = saved("plain_chain", tmp_path / "model.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]

@@ -3,7 +3,7 @@
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.pipeline import Pruned, make_plan, prune
-from sapwood.storage import load, save
+from sapwood.storage import load, load_, save
 from sapwood.surgery import check, cut, cut_optimizer, masked_reference
 from sapwood.types import Budget, CheckResult, Frozen, Group, Plan
 from sapwood.version import __version__
@@ -22,6 +22,7 @@ __all__ = [
     "cut",
     "cut_optimizer",
     "load",
+    "load_",
     "make_plan",
     "masked_reference",
     "prune",

@@ -69,7 +69,7 @@ def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
         memo[id(tensor)] = replace(name, tensor.detach())
     try:
         made = copy.deepcopy(model, memo)
-        _join_recurrent(made)
+        join_recurrent(made)
         return made
     except Exception as error:
         raise SapwoodError(
@@ -79,7 +79,7 @@ def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
         ) from error
 
 
-def _join_recurrent(model: nn.Module) -> None:
+def join_recurrent(model: nn.Module) -> None:
     """cuDNN wants the weights of a recurrent layer side by side."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and all(type(p) is nn.Parameter for p in module.parameters()):

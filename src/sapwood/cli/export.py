@@ -10,8 +10,9 @@ from rich.console import Console
 
 from sapwood.cli.common import named_model, parse_shape, show, size_of
 from sapwood.errors import explain
-from sapwood.storage.bundle import Bundle, load, make_inputs
+from sapwood.storage.bundle import Bundle, make_inputs
 from sapwood.storage.export import export as export_model
+from sapwood.storage.loading import load
 
 
 def export(

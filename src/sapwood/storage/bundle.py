@@ -1,4 +1,4 @@
-"""``save`` and ``load``: a pruned model on disk, without pickle.
+"""``save``: a pruned model on disk, without pickle; and the reader of what was written.
 
 A bundle is a folder with ``model.safetensors`` and ``plan.json``, or one ``.safetensors`` file. The plan
 also lies in the weights file's metadata, so that one rename replaces both at once.
@@ -23,15 +23,15 @@ from torch import nn
 
 import sapwood.version
 from sapwood.capture.run import as_call, is_meta
-from sapwood.capture.skeleton import named_tensors, rebuild, unwrap
+from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.storage import factories
 from sapwood.storage.atomic import write_text
+from sapwood.storage.memory import roomy
 from sapwood.storage.record import MAX_BYTES, Record, from_plan, read_record
 from sapwood.storage.tensors import (
     VALUES,
     Reader,
-    decode,
     digest,
     encode,
     open_file,
@@ -40,7 +40,6 @@ from sapwood.storage.tensors import (
     unpack_into,
     write,
 )
-from sapwood.surgery.cut import set_attributes, slice_like
 from sapwood.types import CheckResult, Plan
 
 WEIGHTS, INDEX, PLAN = "model.safetensors", "model.safetensors.index.json", "plan.json"
@@ -216,25 +215,45 @@ class Bundle:
             odd = sorted((set(self.readers) ^ stored) | (set(record.digests) ^ stored))[:3]
             raise explain("exactly the plan's tensors", f"others: {odd}", "Save it anew.", str(self.path))
 
+    def tensors(
+        self, verify: bool | str = True, into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """All of them, in memory of their own or in what is given; every digest is compared before anything is filled.
+
+        Digests, copies and unpacking share the cores.
+        """
+        names = [n for n in self.record.after if n not in self.record.buffers]
+        mapped = {name: self._mapped(name) for name in names}
+        ready = into or {}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            if verify and ready:
+                list(pool.map(lambda name: self._verify(mapped[name], verify), names))
+                verify = False
+            made = {name: ready[name] if self._fits(name, ready) else self._room(name) for name in names}
+            list(pool.map(lambda name: self._fill(name, made[name], mapped[name], verify), names))
+        return made
+
     def tensor(self, name: str, verify: bool | str = True) -> torch.Tensor:
         """One tensor, in memory of its own."""
         made = self._room(name)
         self._fill(name, made, self._mapped(name), verify)
         return made
 
-    def tensors(self, verify: bool | str = True) -> dict[str, torch.Tensor]:
-        """All of them; digests, copies and unpacking share the cores."""
-        names = [n for n in self.record.after if n not in self.record.buffers]
-        made = {name: self._room(name) for name in names}
-        mapped = {name: self._mapped(name) for name in names}
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(lambda name: self._fill(name, made[name], mapped[name], verify), names):
-                pass
-        return made
+    def _fits(self, name: str, ready: Mapping[str, torch.Tensor]) -> bool:
+        """Whether memory that is there already can take a tensor as it is stored."""
+        part = name if name not in self.record.compressed else name + VALUES
+        found = ready.get(name)
+        return (
+            found is not None
+            and found.device.type == "cpu"
+            and found.is_contiguous()
+            and tuple(found.shape) == tuple(self.record.after[name])
+            and found.dtype == self.readers[part].dtypes[part]
+        )
 
     def _room(self, name: str) -> torch.Tensor:
         part = name if name not in self.record.compressed else name + VALUES
-        return torch.empty(self.record.after[name], dtype=self.readers[part].dtypes[part])
+        return roomy(torch.empty(self.record.after[name], dtype=self.readers[part].dtypes[part]))
 
     def _mapped(self, name: str) -> list[tuple[str, torch.Tensor]]:
         return [(part, self.readers[part].get(part)) for part in self._parts(name)]
@@ -243,54 +262,19 @@ class Bundle:
         how = self.record.compressed.get(name)
         return [name] if how is None else [f"{name}#{how.get('by')}", name + VALUES]
 
+    def _verify(self, parts: list[tuple[str, torch.Tensor]], verify: bool | str) -> None:
+        for part, tensor in parts:
+            require_digest(tensor, self.record.digests[part], f"{self.path}, {part!r}", verify == "full")
+
     def _fill(self, name: str, made: torch.Tensor, parts: list[tuple[str, torch.Tensor]], verify: bool | str) -> None:
         if verify:
-            for part, tensor in parts:
-                require_digest(tensor, self.record.digests[part], f"{self.path}, {part!r}", verify == "full")
+            self._verify(parts, verify)
         if len(parts) == 2:
             by = str(self.record.compressed[name].get("by"))
             unpack_into(made, parts[0][1], parts[1][1], by, f"{self.path}, {name!r}")
         elif made.numel():  # by numpy: torch would start a team of threads in each of ours
             raw = made.view(-1).view(torch.uint8), parts[0][1].contiguous().view(-1).view(torch.uint8)
             np.copyto(raw[0].numpy(), raw[1].numpy())
-
-
-def load(path: str | Path, model: nn.Module | None = None, *, verify: bool | str = True) -> nn.Module:
-    """The saved model: a freshly built dense one (given, or built by name) is cut and filled.
-
-    Give a model on the meta device to avoid ever holding dense weights. ``verify=False`` skips the
-    checksums, ``verify="full"`` compares the SHA-256 of every tensor as well.
-    """
-    bundle = Bundle(path)
-    dense = unwrap(factories.build(bundle.record.model) if model is None else model)
-    record = bundle.record
-    require_model(dense, record, str(bundle.path))
-    plan = record.plan()
-    loaded = bundle.tensors(verify)
-
-    def fill(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found = loaded.pop(name, None)
-        if found is not None:
-            return found if tensor.is_meta else found.to(tensor.device)
-        if not tensor.is_meta:
-            return slice_like(name, tensor.detach(), plan).clone()
-        if name in record.buffers:
-            return load_record(name, record, bundle.path)
-        raise explain(
-            f"a value for {name!r}, which is not part of the state_dict",
-            "a tensor on the meta device",
-            "Build the model on the CPU.",
-            str(bundle.path),
-        )
-
-    small = rebuild(dense, fill)
-    set_attributes(small, plan)
-    return small
-
-
-def load_record(name: str, record: Record, where: Path) -> torch.Tensor:
-    """A small buffer that the record itself holds."""
-    return decode(record.buffers[name], f"{where}, {name!r}")
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -380,4 +364,4 @@ def make_inputs(specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise explain("shapes and dtypes of inputs", got, "Pass --input 1x3x224x224.", "the bundle") from None
 
 
-__all__ = ["Bundle", "describe_inputs", "load", "make_inputs", "save", "write_bundle"]
+__all__ = ["Bundle", "describe_inputs", "make_inputs", "save", "write_bundle"]

@@ -15,7 +15,8 @@ from torch import nn
 from sapwood.capture.skeleton import rebuild, unwrap
 from sapwood.errors import explain
 from sapwood.storage import factories
-from sapwood.storage.bundle import describe, load_record, require_model
+from sapwood.storage.bundle import describe, require_model
+from sapwood.storage.loading import load_record
 from sapwood.storage.record import Record, read_record
 from sapwood.storage.tensors import Reader, open_file
 from sapwood.surgery.cut import set_attributes

@@ -127,7 +127,7 @@ def _from_gaps(dense: np.ndarray, gaps: np.ndarray, given: np.ndarray, place: st
     dense[:at] = 0
     dense[at] = given[0]
     for start in range(1, len(gaps), _STEP):
-        steps = np.cumsum(gaps[start : start + _STEP], dtype=np.intp)
+        steps = np.cumsum(gaps[start : start + _STEP].astype(np.intp))  # twice as fast as cumsum(dtype=)
         stop = at + int(steps[-1])
         if stop >= len(dense):
             raise _miscounted(place, len(given))
