@@ -2,6 +2,7 @@
 
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
+from sapwood.masking import hold, mask, mask_, sparsity
 from sapwood.pipeline import Pruned, make_plan, prune
 from sapwood.storage import load, load_, save
 from sapwood.surgery import check, cut, cut_optimizer, masked_reference
@@ -21,11 +22,15 @@ __all__ = [
     "check",
     "cut",
     "cut_optimizer",
+    "hold",
     "load",
     "load_",
     "make_plan",
+    "mask",
+    "mask_",
     "masked_reference",
     "prune",
     "save",
+    "sparsity",
     "trace",
 ]

@@ -44,23 +44,32 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may remain: a fraction (0 < x <= 1) or an absolute number (an int above 1)."""
+    """What may remain: a fraction (0 < x <= 1) or an absolute number (an int above 1).
+
+    ``sparsity`` is the other way round, for masks: the fraction of zeros (0 <= x < 1).
+    """
 
     channels: float | int | None = None
     params: float | int | None = None
     flops: float | int | None = None
+    sparsity: float | None = None
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         if len(given) != 1:
             raise explain(
-                "exactly one of channels, params, flops",
+                "exactly one of channels, params, flops, sparsity",
                 ", ".join(given) or "none",
                 "For example Budget(flops=0.5) keeps half of the floating-point operations.",
                 "Budget",
             )
         ((name, value),) = given.items()
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name == "sparsity":
+            if not number or not 0 <= value < 1:
+                remedy = "Budget(sparsity=0.9) makes 90% of the weights zero."
+                raise explain("a fraction of zeros from 0 to below 1", f"sparsity={value!r}", remedy, "Budget")
+            return
         if not number or not (0 < value <= 1 or (value > 1 and float(value).is_integer())):
             raise explain(
                 "a fraction above 0 and at most 1, or a whole number above 1",

@@ -182,6 +182,10 @@ def _planner(
         raise SapwoodError(
             f"budget: expected a Budget; got {budget!r}. For example sw.Budget(flops=0.5) keeps half of the FLOPs."
         )
+    if budget.kind == "sparsity":
+        raise SapwoodError(
+            "budget: expected channels, params or flops; got sparsity, which is about zeros. Use sw.mask for it."
+        )
     name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
     options: dict[str, Any] = {"allocate": allocate, "ignore": ignore, "round_to": round_to, "score_name": name}
     return _Planner(require_plain(model), as_call(example_inputs), budget, score, options)

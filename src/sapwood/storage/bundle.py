@@ -25,6 +25,7 @@ import sapwood.version
 from sapwood.capture.run import as_call, is_meta
 from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
+from sapwood.masking.hold import noted_masks
 from sapwood.storage import factories
 from sapwood.storage.atomic import write_text
 from sapwood.storage.memory import roomy
@@ -49,7 +50,7 @@ KEY = "sapwood"
 def save(
     path: str | Path,
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
     check: CheckResult | None = None,
     factory: str | None = None,
@@ -58,12 +59,14 @@ def save(
     compress: bool = True,
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a cut (or masked) model and its plan; what was there before stays until all is written.
+    """Write a cut or masked model; what was there before stays until all is written.
+
+    A cut model needs the plan it was cut by; a masked one (and a dense one) needs none.
 
     ``factory`` (such as ``"torchvision:resnet50"``, with ``arguments``) lets ``load`` build the model by
     itself; transformers models name their own. Mostly-zero tensors are stored compressed.
     """
-    path = Path(path)
+    path, plan = Path(path), plan or Plan({}, {}, {})
     model = unwrap(model)
     if is_meta(model):
         raise explain("weights with values", "weights on the meta device", "Load the weights first.", "save")
@@ -89,6 +92,7 @@ def describe(model: nn.Module, plan: Plan, about: Mapping[str, Any] | None = Non
         after={n: tuple(t.shape) for n, t in shown.items()},
         buffers={n: encode(t) for n, t in loose.items() if t.numel() * t.element_size() <= 2**16},
         aliases=_aliases(model, persistent),
+        masks={n: pattern for n, pattern in noted_masks(model).items() if n in shown},
         versions={"sapwood": sapwood.version.__version__, "torch": torch.__version__},
         model=about or factories.describe(model, None, None),
         **rest,

@@ -9,6 +9,7 @@ from torch import nn
 
 from sapwood.capture.skeleton import join_recurrent, named_tensors, rebuild, unwrap
 from sapwood.errors import explain
+from sapwood.masking.hold import note_masks
 from sapwood.storage import factories
 from sapwood.storage.bundle import Bundle, require_model
 from sapwood.storage.record import Record
@@ -58,9 +59,11 @@ def _load(path: str | Path, model: nn.Module | None, verify: bool | str, own: bo
         )
 
     if own:
-        return _refill(dense, {name: fill(name, t) for name, t in named_tensors(dense).items()}, plan)
-    small = rebuild(dense, fill)
-    set_attributes(small, plan)
+        small = _refill(dense, {name: fill(name, t) for name, t in named_tensors(dense).items()}, plan)
+    else:
+        small = rebuild(dense, fill)
+        set_attributes(small, plan)
+    note_masks(small, bundle.record.masks)
     return small
 
 

@@ -45,6 +45,8 @@ class Record:
     aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Small buffers that are not part of the state_dict, for models built without data."""
+    masks: Mapping[str, str] = field(default_factory=dict)
+    """Weights whose zeros are a mask, and its pattern."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self, pretty: bool = False) -> str:
@@ -65,6 +67,7 @@ class Record:
             n: [{"dim": d, "positions": p, "factor": f} for d, p, f in parts] for n, parts in self.scales.items()
         }
         body["aliases"], body["compressed"] = dict(self.aliases), dict(self.compressed)
+        body["masks"] = dict(self.masks)
         body["buffers"], body["digests"] = dict(self.buffers), dict(self.digests)
         return _lines(body) if pretty else json.dumps(body)
 
@@ -174,6 +177,7 @@ def _build(body: dict[str, Any], where: str) -> Record:
         compressed={str(k): _table(v, "", where) for k, v in _table(body, "compressed", where).items()},
         buffers={_name(k, where): _table(v, "", where) for k, v in _table(body, "buffers", where).items()},
         aliases={_name(k, where): _name(v, where) for k, v in _table(body, "aliases", where).items()},
+        masks={_name(k, where): str(v)[:40] for k, v in _table({"masks": {}} | body, "masks", where).items()},
         versions={str(k): str(v) for k, v in _table(body, "versions", where).items()},
     )
 

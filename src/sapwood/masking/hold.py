@@ -1,0 +1,102 @@
+"""``hold``: zeros that stay zero, whatever the optimizer does.
+
+After every step of the optimizer the held weights are zeroed again, so weight decay, momentum, mixed precision,
+gradient accumulation and data parallelism all work as they are, and the model keeps its names and its structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sapwood.capture.skeleton import unwrap
+from sapwood.errors import explain
+from sapwood.masking.targets import MARK, maskable
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+
+Held = tuple[torch.Tensor, torch.Tensor]
+"""A weight, and where it is zero."""
+
+
+class Hold:
+    """The zeros of a model, put back after each step; ``apply()`` does it by hand, ``release()`` ends it."""
+
+    def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None) -> None:
+        self.held = held
+        self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for weight, zeros in self.held:
+            _local(weight).masked_fill_(zeros, 0)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.apply()
+
+    def release(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def hold(model: nn.Module, optimizer: Any = None) -> Hold:
+    """Keep a masked model's zeros through training with this optimizer.
+
+    Which weights are held was noted by ``mask`` (and by ``load``); without a note, every maskable weight that has
+    zeros is. Call it after moving or sharding the model (FSDP), so that the zeros held are those trained.
+    """
+    if isinstance(model, torch.optim.Optimizer):
+        raise explain("a model, then an optimizer", "an optimizer first", "sw.hold(model, optimizer)", "hold")
+    inner = optimizer
+    while inner is not None and not isinstance(inner, torch.optim.Optimizer):
+        inner = getattr(inner, "optimizer", None)
+    if optimizer is not None and inner is None:
+        raise explain("a torch optimizer", type(optimizer).__name__, "sw.hold(model, optimizer)", "hold")
+    parameters = {_plain(n): p for n, p in model.named_parameters()}
+    noted = noted_masks(model)
+    names = list(noted) if noted else [_plain(n) for n in maskable(model)]
+    held = []
+    for name in names:
+        if name not in parameters:
+            raise explain(f"the masked weight {name!r}", "a model without", "Mask the model anew.", "hold")
+        local = _local(parameters[name])
+        zeros = local == 0
+        if noted or bool(zeros.any()):
+            held.append((parameters[name], zeros))
+    if not noted and not held:
+        raise explain("a masked model", "one without zeros", "Call sw.mask first.", "hold")
+    return Hold(held, inner)
+
+
+def noted_masks(model: nn.Module) -> dict[str, str]:
+    """Which weights ``mask`` has masked, and in which pattern."""
+    for module in (unwrap(model), *model.modules()):
+        found = vars(module).get(MARK)
+        if found:
+            return dict(found)
+    return {}
+
+
+def note_masks(model: nn.Module, masks: Mapping[str, str]) -> None:
+    """Note on a model which of its weights are masked, in place of what was noted before."""
+    vars(model).pop(MARK, None)
+    if masks:
+        setattr(model, MARK, dict(masks))
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS[:3]:
+        name = name.replace(wrapper, "")
+    return name.removeprefix(_WRAPPERS[3])
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this process holds."""
+    to_local = getattr(parameter, "to_local", None)
+    data = parameter.detach()
+    return data.to_local() if to_local is not None else data  # type: ignore[attr-defined]
