@@ -3,7 +3,8 @@
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.masking import hold, mask, mask_, sparsity
-from sapwood.pipeline import Pruned, make_plan, prune
+from sapwood.pipeline import Pruned, Shrunk, make_plan, prune, prune_and_recover
+from sapwood.recovery import Recovered, recover
 from sapwood.storage import load, load_, save
 from sapwood.surgery import check, cut, cut_optimizer, masked_reference
 from sapwood.types import Budget, CheckResult, Frozen, Group, Plan
@@ -16,7 +17,9 @@ __all__ = [
     "Group",
     "Plan",
     "Pruned",
+    "Recovered",
     "SapwoodError",
+    "Shrunk",
     "Trace",
     "__version__",
     "check",
@@ -30,6 +33,8 @@ __all__ = [
     "mask_",
     "masked_reference",
     "prune",
+    "prune_and_recover",
+    "recover",
     "save",
     "sparsity",
     "trace",

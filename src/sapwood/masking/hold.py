@@ -53,9 +53,9 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
     if isinstance(model, torch.optim.Optimizer):
         raise explain("a model, then an optimizer", "an optimizer first", "sw.hold(model, optimizer)", "hold")
     inner = optimizer
-    while inner is not None and not isinstance(inner, torch.optim.Optimizer):
-        inner = getattr(inner, "optimizer", None)
-    if optimizer is not None and inner is None:
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer  # Accelerate and others wrap it
+    if not (inner is None or isinstance(inner, torch.optim.Optimizer)):
         raise explain("a torch optimizer", type(optimizer).__name__, "sw.hold(model, optimizer)", "hold")
     parameters = {_plain(n): p for n, p in model.named_parameters()}
     noted = noted_masks(model)

@@ -1,0 +1,180 @@
+"""``prune_and_recover``: zeros or cuts, at once, in rounds or gradually, and the accuracy back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from sapwood.capture.run import as_call, tensors_in
+from sapwood.errors import explain
+from sapwood.masking.mask import mask_
+from sapwood.masking.patterns import parse
+from sapwood.pipeline.prune import make_plan, prune
+from sapwood.recovery.loop import Loop, Settings, is_sharded
+from sapwood.recovery.rates import Rate
+from sapwood.recovery.recover import epochs_of, require_batches
+from sapwood.recovery.schedules import Schedule
+from sapwood.recovery.session import MARKS, Phase, Point, Session, Validate, steps_for
+from sapwood.scoring.data import Loss
+from sapwood.surgery.compose import compose
+from sapwood.surgery.cut import cut
+from sapwood.types import Budget, Plan
+
+EMPTY = Plan({}, {}, {})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to prune: zeros (a sparsity, or an N:M pattern) or channels; and on which schedule."""
+
+    budget: Budget | None = None
+    pattern: str = "unstructured"
+    schedule: Schedule = field(default_factory=Schedule)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What ``mask`` or ``prune`` takes besides: score, scope, allocate, ignore, round_to, ..."""
+
+    def __post_init__(self) -> None:
+        kind = parse(self.pattern)
+        if not self.is_mask and self.pattern != "unstructured":
+            raise explain(
+                "a pattern of zeros with a sparsity", f"{self.pattern} with {self.budget}", "Drop one.", "prune"
+            )
+        if self.budget is None and not kind.is_nm:
+            raise explain("a budget", "none", "For example sparsity: 0.9 or channels: 0.5.", "prune")
+        if kind.is_nm and self.schedule.kind != "one-shot":
+            got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
+            raise explain("a one-shot schedule", got, remedy, "schedule")
+
+    @property
+    def is_mask(self) -> bool:
+        return self.budget is None or self.budget.kind == "sparsity"
+
+    def targets(self, model: nn.Module, example_inputs: Any) -> Sequence[Budget | None]:
+        """The budget of each round, in terms of the dense model."""
+        if self.budget is None or self.schedule.rounds == 1:
+            return [self.budget]
+        kind, value = self.budget.kind, float(getattr(self.budget, self.budget.kind))
+        if kind == "sparsity":
+            return [Budget(sparsity=1 - left) for left in self.schedule.kept(1 - value)[:-1]] + [self.budget]
+        dense = make_plan(model, example_inputs, Budget(channels=1.0)).achieved[f"dense_{kind}"]
+        left = self.schedule.kept(self.budget.limit(dense) / dense)
+        return [Budget(**{kind: max(2, int(part * dense))}) for part in left]
+
+
+class Pruner:
+    """Prunes what a loop trains, and remembers the cuts as one plan on the dense model."""
+
+    def __init__(self, example_inputs: Any, plan: Plan = EMPTY) -> None:
+        self.example, self.plan = example_inputs, plan
+
+    def zeros(self, loop: Loop, budget: Budget | None, step: Step) -> None:
+        if is_sharded(loop.model):
+            remedy = "Mask the model before sharding it; its zeros are held."
+            raise explain("a whole model to rank", "one that is sharded", remedy, "schedule")
+        mask_(loop.plain, budget, pattern=step.pattern, **step.options)
+        for tensor in loop.plain.state_dict().values():  # scores from data may differ by process
+            broadcast(tensor)
+        loop.rehold()
+
+    def channels(self, loop: Loop, budget: Budget | None, step: Step) -> None:
+        if is_sharded(loop.model):
+            raise explain(
+                "a whole model to cut", "one that is sharded", "Cut the model before sharding it.", "schedule"
+            )
+        assert budget is not None
+        loop.let_go()  # the cut copies the model as it is
+        device = next(loop.plain.parameters()).device
+        done = prune(loop.plain, _moved(self.example, device), budget, **step.options)
+        done.model.train(loop.plain.training)
+        loop.swap(done.model, done.plan)
+        self.plan = compose(self.plan, done.plan) if self.plan.keep else done.plan
+
+
+def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, total: int) -> list[Phase]:
+    """The phases of a recovery of ``total`` steps, with what is pruned when."""
+    moments = step.schedule.moments(total)
+    act = pruner.zeros if step.is_mask else pruner.channels
+
+    def at(index: int) -> Callable[[Loop], None]:
+        return lambda loop: act(loop, targets[index], step)
+
+    phases, index = [], 0
+    for number, when in enumerate(moments):
+        first, last = number * total // len(moments), (number + 1) * total // len(moments)
+        due: dict[int, Callable[[Loop], None]] = {}
+        for moment in when:
+            due[moment] = at(index)  # of two rounds at the same moment the later one counts
+            index += 1
+        phases.append(Phase(last - first, due))
+    return phases
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What ``prune_and_recover`` gives."""
+
+    model: nn.Module
+    plan: Plan
+    curve: tuple[Point, ...]
+
+    @property
+    def metric(self) -> float | None:
+        """Of the last epoch: never the best one."""
+        return self.curve[-1].metric
+
+
+def prune_and_recover(
+    model: nn.Module,
+    example_inputs: Any,
+    train_loader: Any,
+    budget: Budget | None = None,
+    *,
+    lr: float,
+    pattern: str = "unstructured",
+    schedule: str = "one-shot",
+    rounds: int = 1,
+    original_epochs: float | None = None,
+    fraction: float = 0.2,
+    epochs: float | None = None,
+    rate: str = "rewind",
+    anneal: str = "linear",
+    warmup: float = 0.1,
+    loss: Loss | None = None,
+    distill: bool = False,
+    validate: Validate | None = None,
+    marks: Iterable[float] = MARKS,
+    options: Mapping[str, Any] | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+    **settings: Any,
+) -> Shrunk:
+    """Prune a copy of the model on a schedule and recover it; the model given is not changed.
+
+    A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
+    ``prune``. ``distill=True`` learns from the model given. Everything else is as in ``recover``.
+    """
+    step = Step(budget, pattern, Schedule(schedule, rounds), dict(options or {}))
+    total_epochs = epochs_of(original_epochs, fraction, epochs)
+    require_batches(train_loader)
+    chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
+    targets = step.targets(model, example_inputs)
+    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=cut(model, EMPTY) if distill else None)
+    pruner = Pruner(example_inputs)
+    phases = phases_of(step, targets, pruner, steps_for(total_epochs, loop, rounds))
+    original = original_epochs or total_epochs / fraction
+    session = Session(loop, phases, original, validate, tuple(marks), on_step)
+    while session.advance():
+        pass
+    return Shrunk(loop.finish(), pruner.plan, tuple(session.curve))
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    args, kwargs = as_call(inputs)
+    if all(t.device == device for t in tensors_in((args, kwargs))):
+        return inputs
+    return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)

@@ -1,0 +1,42 @@
+"""When how much goes: all at once, in rounds, or gradually."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sapwood.errors import explain
+
+KINDS = ("one-shot", "iterative", "cubic")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``one-shot`` prunes once; ``iterative`` prunes and recovers ``rounds`` times, the same share of what is left
+    each time; ``cubic`` prunes in ``rounds`` steps over the first half of one recovery, most of it early (Zhu & Gupta,
+    2017)."""
+
+    kind: str = "one-shot"
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise explain(f"one of {', '.join(KINDS)}", repr(self.kind), "For example 'cubic'.", "schedule")
+        if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or self.rounds < 1:
+            raise explain("a whole number of rounds", repr(self.rounds), "For example rounds=5.", "rounds")
+        if self.kind == "one-shot" and self.rounds != 1:
+            remedy = "Choose schedule='iterative' or 'cubic' for more."
+            raise explain("one round of a one-shot schedule", repr(self.rounds), remedy, "rounds")
+
+    def kept(self, final: float) -> list[float]:
+        """What is left after each round, as fractions; the last is ``final`` itself."""
+        left = []
+        for k in range(1, self.rounds + 1):
+            t = k / self.rounds
+            left.append(1 - (1 - final) * (1 - (1 - t) ** 3) if self.kind == "cubic" else final**t)
+        return [*left[:-1], final]
+
+    def moments(self, total: int) -> list[list[int]]:
+        """For each phase of recovery, after which of its steps to prune; phases share ``total`` steps evenly."""
+        if self.kind == "cubic":
+            return [[k * (total // 2) // self.rounds for k in range(self.rounds)]]
+        return [[0] for _ in range(self.rounds)]
