@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -150,6 +151,7 @@ def prune_and_recover(
     validate: Validate | None = None,
     marks: Iterable[float] = MARKS,
     options: Mapping[str, Any] | None = None,
+    accelerator: Accelerator | None = None,
     on_step: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Shrunk:
@@ -163,7 +165,8 @@ def prune_and_recover(
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
     targets = step.targets(model, example_inputs)
-    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=cut(model, EMPTY) if distill else None)
+    teacher = cut(model, EMPTY) if distill else None
+    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=teacher, accelerator=accelerator)
     pruner = Pruner(example_inputs)
     phases = phases_of(step, targets, pruner, steps_for(total_epochs, loop, rounds))
     original = original_epochs or total_epochs / fraction

@@ -77,6 +77,7 @@ class Loop:
     ) -> None:
         self.settings, self.loss = settings, loss or default_loss
         self.accelerator = accelerator or make_accelerator(settings)
+        self._order = _own_order(loader)
         self.loader = _prepared(loader, self.accelerator)
         self.teacher = None if teacher is None else teacher.to(self.accelerator.device)
         self._soften = (temperature, share)
@@ -128,13 +129,16 @@ class Loop:
 
     def epoch(self, number: int, first_step: int, total: int, last_step: int | None = None) -> Iterator[dict[str, Any]]:
         """Train one epoch, from its own seed; yields what happened after each step of the optimizer."""
-        torch.manual_seed(self.settings.seed * 1_000_003 + number)
+        seed = self.settings.seed * 1_000_003 + number
+        torch.manual_seed(seed)
+        if self._order is not None:
+            self._order.generator.manual_seed(seed)
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(number)
         step, losses = first_step, []
         for index, batch in enumerate(self.loader):
             if index == 0 and self.accelerator.num_processes > 1:  # the order is shared, dropout is not
-                torch.manual_seed(self.settings.seed * 1_000_003 + number + 7919 * (1 + self.accelerator.process_index))
+                torch.manual_seed(seed + 7919 * (1 + self.accelerator.process_index))
             if step >= (last_step if last_step is not None else total):
                 return
             self.model.train()
@@ -177,6 +181,8 @@ class Loop:
     def finish(self) -> nn.Module:
         """The plain model, trained, without wrappers or hooks."""
         self.let_go()
+        if self._order is not None:
+            self._order.generator = None
         return self.view()
 
 
@@ -185,9 +191,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, settings.mixed_precision):
         AcceleratorState._reset_state(reset_partial_state=False)
-    return Accelerator(
-        mixed_precision=settings.mixed_precision, gradient_accumulation_steps=settings.accumulate, rng_types=[]
-    )
+    return Accelerator(mixed_precision=settings.mixed_precision, gradient_accumulation_steps=settings.accumulate)
 
 
 class _Batches:
@@ -204,6 +208,15 @@ class _Batches:
         for index, batch in enumerate(self.batches):
             if index % number == own and index // number < len(self):
                 yield send_to_device(batch, self.accelerator.device)
+
+
+def _own_order(loader: Any) -> Any:
+    """The sampler of a loader that shuffles, with a generator of ours until training ends; None where it has one."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, torch.utils.data.RandomSampler) or sampler.generator is not None:
+        return None
+    sampler.generator = torch.Generator()
+    return sampler
 
 
 def _prepared(loader: Any, accelerator: Accelerator) -> Any:
