@@ -20,7 +20,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 demo: .venv/.installed
-	$(BIN)/python -m sapwood.cli.demo
+	$(BIN)/python -m sapwood.cli.main demo
 
 zoo: .venv/.installed
 	$(BIN)/python -m benchmarks.zoo

@@ -336,6 +336,24 @@ def test_masking_further_keeps_the_zeros() -> None:
     assert int((weights(more) == 0).sum()) == round(0.8 * len(weights(model)))
 
 
+def test_masks_of_a_part_are_found_from_the_whole() -> None:
+    part = sw.mask(nn.Linear(8, 8), sw.Budget(sparsity=0.5))
+    whole = nn.Sequential(part, nn.Linear(8, 8))
+    assert sum(int(z.sum()) for _, z in sw.hold(whole).held) == 32
+    sw.mask_(whole, sw.Budget(sparsity=0.75))
+    assert sum(int(z.sum()) for _, z in sw.hold(whole).held) == 96
+    compiled = nn.Sequential(torch.compile(nn.Linear(8, 8)), nn.Linear(8, 8))
+    sw.mask_(compiled, sw.Budget(sparsity=0.5))
+    assert sum(int(z.sum()) for _, z in sw.hold(compiled).held) == 64 and sw.sparsity(compiled).total == 0.5
+
+
+def test_zero_blocks_stay_the_first_to_go() -> None:
+    linear = nn.Linear(16, 16)
+    options: dict[str, Any] = {"pattern": "block:4x4", "score": lambda w: w}
+    once = sw.mask(linear, sw.Budget(sparsity=0.25), **options)
+    assert torch.equal(sw.mask(once, sw.Budget(sparsity=0.25), **options).weight, once.weight)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "budget": (lambda: sw.mask(net(), sw.Budget(channels=0.5)), "Budget\\(sparsity=0.9\\)"),
     "bare number": (lambda: sw.mask(net(), 0.9), "Budget\\(sparsity=0.9\\)"),  # type: ignore[arg-type]

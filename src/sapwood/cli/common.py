@@ -1,56 +1,266 @@
-"""What the verbs share: building the model a user names, reading shapes, printing results and errors."""
+"""What the verbs share: the model a user names, shapes, budgets, checkpoints; printing results and remarks."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import json
 import re
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from torch import nn
 
+from sapwood.capture.run import Inputs, as_call
+from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.storage import factories
+from sapwood.storage.bundle import KEY, Bundle, make_inputs
+from sapwood.storage.loading import load, load_
+from sapwood.storage.tensors import open_file
+from sapwood.types import Budget
+
+VISION = ("torchvision", "timm")
+BUDGETS = ("channels", "params", "flops")
+FORMS = "torchvision:NAME, timm:NAME, hf:CLASS or package.module:factory"
 
 
-def named_model(name: str) -> nn.Module:
-    """``torchvision:resnet50``, ``timm:...``, or ``package.module:factory`` of the user's own."""
-    package, _, factory = name.partition(":")
-    if package in (*factories.LIBRARIES, "hf") and factory:
+@dataclass(frozen=True)
+class Subject:
+    """The model a user means, what to feed it, and what a bundle would say about where it came from."""
+
+    model: nn.Module
+    inputs: Inputs
+    about: Mapping[str, Any]
+    fresh: bool
+    """Whether the weights are freshly initialised ones, from no file."""
+
+
+def subject(name: str, shapes: list[str] | None, dense: str | None = None, empty: bool = False) -> Subject:
+    """A model by name, or a bundle by path; ``dense`` names the model of a bundle that does not name its own.
+
+    ``empty`` allows transformers models without values, which may be too large to hold.
+    """
+    torch.manual_seed(0)  # fresh weights are the same in every run
+    if not is_path(name):
+        model = named_model(name, "MODEL", empty)
+        made = described(model, name)
+        return Subject(model, _inputs(name, shapes, None, made, model), made, fresh=True)
+    record = Bundle(name).record
+    if dense is None and "factory" not in record.model:
+        got = f"one of {str(record.model.get('class', 'an unknown class'))[:80]}"
+        raise explain("a bundle that names its factory", got, "Pass --model package.module:factory.", name)
+    model = load(name) if dense is None else load_(name, named_model(dense))
+    inputs = _inputs(name, shapes, record.inputs, record.model, model)
+    about = {"class": str(record.model.get("class", ""))} if record.keep else record.model
+    return Subject(model, inputs, about, fresh=False)
+
+
+def is_path(name: str) -> bool:
+    """Whether a text means a file or a folder, there or not."""
+    if name.partition(":")[0] in (*factories.LIBRARIES, "hf"):
+        return False
+    return Path(name).exists() or name.endswith(".safetensors") or "/" in name
+
+
+def described(model: nn.Module, name: str) -> dict[str, Any]:
+    """What a bundle says about a model built by name; only libraries' factories are remembered."""
+    known = name.partition(":")[0] in VISION
+    return factories.describe(model, name if known else None, None)
+
+
+def _inputs(name: str, shapes: list[str] | None, remembered: Any, about: Mapping[str, Any], model: nn.Module) -> Inputs:
+    if shapes:
+        return as_call(tuple(parse_shape(s) for s in shapes))
+    if remembered is not None:
+        return make_inputs(remembered)
+    if str(about.get("factory", "")).partition(":")[0] in VISION:
+        told: Any = getattr(model, "default_cfg", None) or {}  # timm knows the size a model was made for
+        shape = [1, *(told.get("input_size") or (3, 224, 224))]
+        remark(f"no --input was given, {'x'.join(map(str, shape))} is assumed.")
+        return as_call(torch.randn(shape))
+    raise explain("example inputs", "none", "Pass --input 1x3x224x224, or 1x16:int64 for token numbers.", name)
+
+
+def named_model(name: str, where: str = "--model", empty: bool = False) -> nn.Module:
+    """``torchvision:resnet50``, ``timm:...``, ``hf:BertModel``, or ``package.module:factory`` of the user's own."""
+    package, _, short = name.partition(":")
+    if not package or not short:
+        raise explain(FORMS, repr(name), f"For example torchvision:{name or 'resnet18'}; or check the path.", where)
+    known = package in (*factories.LIBRARIES, "hf")
+    return _library_model(name, where, empty) if known else _own_model(package, short, where)
+
+
+def _library_model(name: str, where: str, empty: bool) -> nn.Module:
+    package, _, short = name.partition(":")
+    library = "transformers" if package == "hf" else package
+    try:
+        module: Any = importlib.import_module(library)
+        found, names = _look_up(library, module, short)
+    except Exception as error:  # a library that does not fit the installed torch raises anything
+        raise explain(
+            f"{library} to be importable",
+            told(error),
+            f"Install a {library} that fits torch {torch.__version__}.",
+            where,
+        ) from None
+    if not found:
+        wanted = "a model of " + library + (", by its class" if library == "transformers" else "")
+        raise explain(wanted, repr(short), nearest(short, names, package + ":"), where)
+    try:
+        if empty and library == "transformers":
+            with torch.device("meta"):
+                return factories.build({"factory": name})
         return factories.build({"factory": name})
-    if not factory:
-        raise explain("torchvision:NAME, timm:NAME or package.module:factory", repr(name), "Name a model.", "--model")
+    except SapwoodError as error:
+        why = told(error.__cause__ or error)
+        default = "its default configuration" if library == "transformers" else "its name alone"
+        raise SapwoodError(
+            f"{where}: expected {name} to be built from {default}; it raised {why}. "
+            "Write a factory of your own and pass package.module:factory."
+        ) from None
+
+
+def _look_up(library: str, module: Any, short: str) -> tuple[bool, list[str]]:
+    """Whether a library has a model of this name, and the names it has."""
+    if library == "torchvision":
+        names = module.models.list_models()
+        return short.lower() in names, names
+    if library == "timm":
+        names = module.list_models()
+        return short.partition(".")[0] in names, names
+    names = [n for n in dir(module) if re.search(r"Model$|For[A-Z]", n) and not n.startswith("Auto")]
+    kind: Any = getattr(module, short, None) if short in names else None
+    return isinstance(kind, type) and issubclass(kind, module.PreTrainedModel), names
+
+
+def _own_model(package: str, short: str, where: str) -> nn.Module:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(package), factory)()
-    except (ImportError, AttributeError) as error:
-        raise SapwoodError(f"--model: expected {name!r} to name a factory; {error}. Check the spelling.") from None
+        module = importlib.import_module(package)
+    except Exception as error:  # the user's code may raise anything
+        raise explain(f"a module {package!r}", told(error), f"Check the spelling: {FORMS}.", where) from None
+    maker: Any = getattr(module, short, None)
+    if maker is None:
+        names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
+        raise explain(f"a factory in {package}", repr(short), nearest(short, names, package + ":"), where)
+    try:
+        made = maker if isinstance(maker, nn.Module) else maker()
+    except Exception as error:
+        expected = f"{package}:{short} to build a model when called without arguments"
+        raise explain(expected, told(error), "Write a factory that needs none.", where) from None
     if not isinstance(made, nn.Module):
-        raise explain("a factory that returns an nn.Module", type(made).__name__, "Check the factory.", "--model")
+        raise explain("a factory that returns an nn.Module", type(made).__name__, "Check the factory.", where)
     return made
+
+
+def nearest(text: str, names: Iterable[str], prefix: str = "") -> str:
+    """The remedy for a name that is not there: those that look like it."""
+    near = difflib.get_close_matches(text, list(names), n=3, cutoff=0.5)
+    return f"Did you mean {', '.join(prefix + n for n in near)}?" if near else "Check the spelling."
+
+
+def told(error: BaseException) -> str:
+    """An error of somebody else's code on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(" .:")
 
 
 def parse_shape(text: str) -> torch.Tensor:
     """``1x3x224x224``, or ``1x16:int64`` for token numbers."""
-    found = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", text)
+    found = re.fullmatch(r"(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", text)
     dtype = getattr(torch, found[2] or "float32", None) if found else None
-    if found is None or not isinstance(dtype, torch.dtype):
-        raise explain("a shape such as 1x3x224x224 or 1x16:int64", repr(text), "Mend it.", "--input")
-    shape = [int(n) for n in found[1].split("x")]
-    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+    if found is not None and isinstance(dtype, torch.dtype):
+        shape = [int(n) for n in found[1].split("x")]
+        with contextlib.suppress(RuntimeError):  # too large, or a dtype that nothing is drawn from
+            return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+    raise explain("a shape such as 1x3x224x224 or 1x16:int64", repr(text), "Mend it.", "--input")
 
 
-def show(result: dict[str, Any], as_json: bool, text: str) -> None:
+def parse_budget(text: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
+    """``flops=0.5`` keeps half of the FLOPs; a number above 1 is a count."""
+    kind, _, value = (part.strip() for part in text.partition("="))
+    if kind not in kinds:
+        remedy = "Use sapwood mask for zeros." if kind == "sparsity" else nearest(kind, kinds)
+        raise explain(f"one of {', '.join(kinds)}", repr(kind), remedy, "--budget")
+    try:
+        number = float(value)
+    except ValueError:
+        raise explain(f"a number after {kind}=", repr(value), f"For example {kind}=0.5.", "--budget") from None
+    return Budget(**{kind: int(number) if number > 1 and number.is_integer() else number})
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in memory of their own: a safetensors file, or a bundle that is not cut."""
+    if path.is_dir() or KEY in (reader := open_file(path)).metadata:
+        opened = Bundle(path)
+        if opened.record.keep:
+            raise explain("a dense checkpoint", "a cut one", "Pass the file it was cut from.", str(path))
+        return opened.tensors()
+    return {name: reader.get(name).clone() for name in reader.shapes}
+
+
+def fill(model: nn.Module, path: Path) -> nn.Module:
+    """Give a model the tensors of a dense checkpoint, in its dtypes; tied weights may go by any of their names."""
+    inner, loaded = unwrap(model), read_tensors(path)
+    everything = inner.state_dict(keep_vars=True)
+    remedy = "The checkpoint is another model's."
+    used = set()
+    for first, tensor in named_tensors(inner).items():
+        names = [n for n, t in everything.items() if t is tensor]
+        stored = next((n for n in (first, *names) if n in loaded), None)
+        if stored is None and names:
+            near = difflib.get_close_matches(first, loaded, n=1)
+            got = f"none; the nearest is {near[0]!r}" if near else "none"
+            raise explain(f"a tensor {first!r}", got, remedy, str(path))
+        if stored is not None:
+            if loaded[stored].shape != tensor.shape:
+                got = str(tuple(loaded[stored].shape))
+                raise explain(f"{first!r} of shape {tuple(tensor.shape)}", got, remedy, str(path))
+            tensor.data = loaded[stored]
+            used.update(names)
+    extra = sorted(set(loaded) - used)
+    if extra:
+        raise explain(f"only the tensors of {type(inner).__name__}", f"also {extra[:3]}", remedy, str(path))
+    return model
+
+
+def require_apart(source: Path, out: Path) -> None:
+    """A bundle written into a folder tidies up old weights there: the source must not lie among them."""
+    if out.suffix != ".safetensors" and source.is_file() and source.resolve().parent == out.resolve():
+        raise explain("another folder than that of the input", str(out), "Name a .safetensors file.", "--out")
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """Say what is being done while it lasts; what goes wrong is told on one line, whatever a model's code said."""
+    with Console(stderr=True).status(text):
+        try:
+            yield
+        except SapwoodError as error:
+            raise SapwoodError(" ".join(str(error).split())) from error
+
+
+def show(result: Mapping[str, Any], as_json: bool, *parts: RenderableType) -> None:
     """One result, for a machine or for a person."""
     if as_json:
         print(json.dumps(result, default=str))
-    else:
-        Console().print(text, highlight=False)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 160))  # files and pipes have room
+    for part in parts:
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+
+
+def remark(text: str) -> None:
+    print(f"sapwood: note: {text}", file=sys.stderr)
 
 
 def size_of(path: Path) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sapwood.cli.common import show, size_of
+from sapwood.cli.common import require_apart, show, size_of
 from sapwood.storage.replay import cut_file
 
 
@@ -19,6 +19,7 @@ def cut(
 ) -> None:
     """Cut a dense checkpoint by a plan: the same bytes that saving the cut model gives."""
     target = out or dense.with_suffix(".pruned.safetensors")
+    require_apart(dense, target)
     cut_file(plan, dense, target)
     before, after = size_of(dense), size_of(target)
     result = {"path": str(target), "bytes_before": before, "bytes_after": after}

@@ -7,12 +7,24 @@ import sys
 import typer
 
 from sapwood.cli.cut import cut
+from sapwood.cli.demo import demo
 from sapwood.cli.export import export
+from sapwood.cli.inspect import inspect
+from sapwood.cli.mask import mask
+from sapwood.cli.plan import plan
+from sapwood.cli.recipes import recipes
+from sapwood.cli.run import run
 from sapwood.errors import SapwoodError
 from sapwood.version import __version__
 
 app = typer.Typer(help="Prunes PyTorch models and proves what was gained.", no_args_is_help=True, add_completion=False)
+app.command()(demo)
+app.command()(run)
+app.command()(recipes)
+app.command()(inspect)
+app.command()(plan)
 app.command()(cut)
+app.command()(mask)
 app.command()(export)
 
 

@@ -57,9 +57,9 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
         inner = inner.optimizer  # Accelerate and others wrap it
     if not (inner is None or isinstance(inner, torch.optim.Optimizer)):
         raise explain("a torch optimizer", type(optimizer).__name__, "sw.hold(model, optimizer)", "hold")
-    parameters = {_plain(n): p for n, p in model.named_parameters()}
+    parameters = {plain_name(n): p for n, p in model.named_parameters()}
     noted = noted_masks(model)
-    names = list(noted) if noted else [_plain(n) for n in maskable(model)]
+    names = list(noted) if noted else [plain_name(n) for n in maskable(model)]
     held = []
     for name in names:
         if name not in parameters:
@@ -74,12 +74,12 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
 
 
 def noted_masks(model: nn.Module) -> dict[str, str]:
-    """Which weights ``mask`` has masked, and in which pattern."""
-    for module in (unwrap(model), *model.modules()):
-        found = vars(module).get(MARK)
-        if found:
-            return dict(found)
-    return {}
+    """Which weights ``mask`` has masked, and in which pattern; also where a masked model is a part of this one."""
+    found: dict[str, str] = {}
+    for path, module in unwrap(model).named_modules():
+        for name, pattern in vars(module).get(MARK, {}).items():
+            found[plain_name(f"{path}.{name}" if path else name)] = pattern
+    return found
 
 
 def note_masks(model: nn.Module, masks: Mapping[str, str]) -> None:
@@ -89,7 +89,8 @@ def note_masks(model: nn.Module, masks: Mapping[str, str]) -> None:
         setattr(model, MARK, dict(masks))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers (compile, FSDP, checkpointing) put into it."""
     for wrapper in _WRAPPERS[:3]:
         name = name.replace(wrapper, "")
     return name.removeprefix(_WRAPPERS[3])

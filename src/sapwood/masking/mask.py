@@ -10,7 +10,7 @@ from torch import nn
 
 from sapwood.capture.skeleton import require_plain
 from sapwood.errors import explain
-from sapwood.masking.hold import note_masks, noted_masks
+from sapwood.masking.hold import note_masks, noted_masks, plain_name
 from sapwood.masking.patterns import Pattern, parse, zero_blocks, zero_nm
 from sapwood.masking.select import smallest, zero_below
 from sapwood.masking.targets import input_dim, maskable
@@ -78,7 +78,7 @@ def mask_(
     for name, weight in weights.items():
         if flat[name] is not weight.data:
             weight.data.copy_(flat[name])
-    note_masks(plain, {**noted_masks(plain), **dict.fromkeys(weights, pattern)})
+    note_masks(plain, {**noted_masks(plain), **{plain_name(n): pattern for n in weights}})
     return model
 
 

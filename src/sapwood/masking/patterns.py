@@ -94,7 +94,8 @@ def block_scores(source: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, 
         return pad(values, margin).view(rows, pattern.rows, columns, pattern.columns).sum((1, 3))
 
     sizes = per_block(torch.ones_like(matrix))
-    return per_block(finite) / sizes, sizes.long()
+    empty = per_block((matrix == -torch.inf).float()) == sizes  # zero already: these come first
+    return (per_block(finite) / sizes).masked_fill(empty, -torch.inf), sizes.long()
 
 
 def zero_blocks(

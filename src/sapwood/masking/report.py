@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sapwood.masking.hold import noted_masks
+from sapwood.capture.skeleton import unwrap
+from sapwood.masking.hold import noted_masks, plain_name
 from sapwood.masking.targets import maskable
 
 
@@ -33,11 +34,11 @@ def sparsity(model: nn.Module) -> Sparsity:
     """Count the zeros (-0.0 is one) among the maskable weights, and those masked though not maskable by default."""
     noted = noted_masks(model)
     weights = dict(maskable(model))
-    for name, parameter in model.named_parameters():
-        if name in noted:
+    for name, parameter in unwrap(model).named_parameters():
+        if plain_name(name) in noted:
             weights.setdefault(name, parameter)
     layers = {
-        n: Sparsity(int(w.numel() - w.detach().count_nonzero()), w.numel(), {}, noted.get(n, ""))
+        n: Sparsity(int(w.numel() - w.detach().count_nonzero()), w.numel(), {}, noted.get(plain_name(n), ""))
         for n, w in weights.items()
     }
     return Sparsity(sum(s.zeros for s in layers.values()), sum(s.weights for s in layers.values()), layers)

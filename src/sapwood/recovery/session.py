@@ -27,6 +27,7 @@ class Point:
     loss: float | None
     lr: float
     metric: float | None = None
+    test: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Session:
         validate: Validate | None = None,
         marks: Sequence[float] = MARKS,
         on_step: Callable[[int, int], None] | None = None,
+        test: Validate | None = None,
     ) -> None:
         self.loop, self.phases, self.validate, self.on_step = loop, phases, validate, on_step
+        self.test = test
         self.original = original_epochs
         self.total = sum(p.steps for p in phases)
         per_epoch = loop.steps_per_epoch
@@ -72,6 +75,7 @@ class Session:
         if self.done:
             return False
         phase = self.phases[self.phase]
+        self._losses = []  # of this epoch only, so that a resumed run tells the same
         if self.step == 0:
             self._prune(phase)
             if self.overall == 0 and 0 in self.stops:
@@ -96,10 +100,12 @@ class Session:
             due(self.loop)
 
     def _look(self, rate: float) -> None:
-        metric = None if self.validate is None else float(self.validate(self.loop.view()))
+        model = self.loop.view()
+        metric = None if self.validate is None else float(self.validate(model))
+        test = None if self.test is None else float(self.test(model))
         mean = float(torch.stack(self._losses).mean()) if self._losses else None
         epochs = self.overall / self.loop.steps_per_epoch
-        self.curve.append(Point(epochs, epochs / self.original, mean, rate, metric))
+        self.curve.append(Point(epochs, epochs / self.original, mean, rate, metric, test))
         self._losses = []
 
     def position(self) -> dict[str, Any]:

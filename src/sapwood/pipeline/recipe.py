@@ -1,0 +1,268 @@
+"""Recipes: what ``sapwood run`` does, as a small YAML file. Every key is known; a wrong one names the nearest."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sapwood.errors import SapwoodError, explain
+from sapwood.pipeline.shrink import Step
+from sapwood.recovery.loop import Settings
+from sapwood.recovery.rates import Rate
+from sapwood.recovery.schedules import Schedule
+from sapwood.types import Budget
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+_BUDGETS = ("sparsity", "channels", "params", "flops")
+_MASKING = ("scope", "score", "include", "ignore", "seed")
+_CUTTING = ("score", "allocate", "ignore", "round_to")
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """``name`` is digits, cifar10:FOLDER, folder:PATH or package.module:loaders; ``size`` of images in pixels."""
+
+    name: str
+    batch: int = 128
+    size: int | None = None
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """``name`` is torchvision:..., timm:..., hf:... or package.module:factory, called with ``arguments``."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainPart:
+    """The original training. With ``weights`` it is left out, and ``epochs`` says how long it was."""
+
+    epochs: float = 20
+    lr: float = 0.1
+    optimizer: str = "sgd"
+    weight_decay: float = 5e-4
+    anneal: str = "linear"
+    warmup: float = 0.1
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class RecoverPart:
+    """Training after each step of pruning; ``lr`` is that of the original training unless given."""
+
+    fraction: float = 0.2
+    lr: float | None = None
+    rate: str = "rewind"
+    anneal: str = "linear"
+    warmup: float = 0.1
+    distill: bool = False
+    temperature: float = 4.0
+    share: float = 0.5
+    optimizer: str | None = None
+    weight_decay: float | None = None
+    clip: float | None = None
+    mixed_precision: str = "no"
+    accumulate: int = 1
+    channels_last: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class PrunePart:
+    """One of sparsity, channels, params, flops (or an N:M pattern), and how."""
+
+    sparsity: float | None = None
+    channels: float | int | None = None
+    params: float | int | None = None
+    flops: float | int | None = None
+    pattern: str = "unstructured"
+    scope: str | None = None
+    score: str | None = None
+    allocate: str | None = None
+    include: Sequence[str] | None = None
+    ignore: Sequence[str] | None = None
+    round_to: int | None = None
+    schedule: str = "one-shot"
+    rounds: int = 1
+    seed: int | None = None
+
+    def step(self) -> Step:
+        given = {k: getattr(self, k) for k in _BUDGETS if getattr(self, k) is not None}
+        budget = Budget(**given) if given else None
+        allowed = _MASKING if budget is None or budget.kind == "sparsity" else _CUTTING
+        chosen = {k: getattr(self, k) for k in {*_MASKING, *_CUTTING} if getattr(self, k) is not None}
+        for key in sorted(set(chosen) - set(allowed)):
+            kind = "zeros" if allowed is _MASKING else "channels"
+            raise explain(f"one of {', '.join(allowed)} for {kind}", repr(key), "Leave it out.", "prune")
+        return Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs."""
+
+    model: ModelPart
+    data: DataPart
+    prune: tuple[PrunePart, ...]
+    train: TrainPart = field(default_factory=TrainPart)
+    recover: RecoverPart = field(default_factory=RecoverPart)
+    seeds: tuple[int, ...] = (0,)
+    device: str = "auto"
+    name: str = "run"
+    about: str = ""
+
+    def training(self, seed: int) -> Settings:
+        part = self.train
+        rate = Rate("rewind", part.anneal, part.warmup)
+        decay = part.weight_decay
+        return Settings(lr=part.lr, optimizer=part.optimizer, weight_decay=decay, rate=rate, seed=seed)
+
+    def recovery(self, seed: int, step: int) -> Settings:
+        part = self.recover
+        return Settings(
+            lr=part.lr if part.lr is not None else self.train.lr,
+            optimizer=part.optimizer or self.train.optimizer,
+            weight_decay=self.train.weight_decay if part.weight_decay is None else part.weight_decay,
+            rate=Rate(part.rate, part.anneal, part.warmup),
+            clip=part.clip,
+            mixed_precision=part.mixed_precision,
+            accumulate=part.accumulate,
+            channels_last=part.channels_last,
+            compile=part.compile,
+            seed=seed * 1009 + step + 1,
+        )
+
+    def to_yaml(self) -> str:
+        return str(yaml.safe_dump(_plain(dataclasses.asdict(self)), sort_keys=False))
+
+
+def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """A recipe file, or one of those that ship with Sapwood by name; ``changes`` are texts such as train.epochs=3."""
+    file = Path(path)
+    if not file.exists() and (SHIPPED / f"{path}.yaml").exists():
+        file = SHIPPED / f"{path}.yaml"
+    try:
+        body = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(shipped())
+        raise explain("a recipe file", f"{path} ({error})", f"Or one of those that ship: {names}.", "run") from None
+    except yaml.YAMLError as error:
+        raise SapwoodError(f"{file}: expected YAML; {' '.join(str(error).split())[:200]}. Mend the file.") from None
+    if not isinstance(body, dict):
+        raise explain("a recipe: model, data, prune, ...", type(body).__name__, "See `sapwood recipes`.", str(file))
+    for change in changes:
+        _change(body, change)
+    body.setdefault("name", file.stem)
+    return _build(body, str(file))
+
+
+def shipped() -> dict[str, str]:
+    """The recipes that come with Sapwood, and what each is about."""
+    return {f.stem: str(yaml.safe_load(f.read_text()).get("about", "")) for f in sorted(SHIPPED.glob("*.yaml"))}
+
+
+def _build(body: dict[str, Any], where: str) -> Recipe:
+    body = dict(body)
+    for key in ("model", "data"):
+        if isinstance(body.get(key), str):
+            body[key] = {"name": body[key]}
+    if isinstance(body.get("prune"), dict):
+        body["prune"] = [body["prune"]]
+    if isinstance(body.get("seeds"), int):
+        body["seeds"] = list(range(body["seeds"]))
+    missing = [k for k in ("model", "data", "prune") if not body.get(k)]
+    if missing:
+        raise explain(f"the key {missing[0]!r}", "none", "See `sapwood recipes` for examples.", where)
+    parts: dict[str, Any] = {"model": ModelPart, "data": DataPart, "train": TrainPart, "recover": RecoverPart}
+    for key, kind in parts.items():
+        if key in body:
+            body[key] = _part(kind, body[key], f"{where}, {key}")
+    if not isinstance(body["prune"], list):
+        raise explain("a list of steps", type(body["prune"]).__name__, "prune: [{sparsity: 0.9}]", f"{where}, prune")
+    body["prune"] = tuple(_part(PrunePart, p, f"{where}, prune.{i}") for i, p in enumerate(body["prune"]))
+    seeds = body.get("seeds", [0])
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds) or len({*seeds}) < len(seeds):
+        raise explain("a list of different whole numbers", repr(seeds), "seeds: [0, 1, 2]", f"{where}, seeds")
+    body["seeds"] = tuple(seeds)
+    recipe: Recipe = _part(Recipe, body, where)
+    for part in recipe.prune:
+        part.step()  # says what is wrong with it now, not after an hour of training
+    recipe.training(0)
+    recipe.recovery(0, 0)
+    if not 0 < recipe.recover.fraction <= 1:
+        got = repr(recipe.recover.fraction)
+        raise explain("a fraction above 0 and at most 1", got, "The default is 0.2.", f"{where}, recover.fraction")
+    return recipe
+
+
+def _part(kind: Any, body: Any, where: str) -> Any:
+    if not isinstance(body, Mapping):
+        raise explain("keys and values", repr(body)[:80], "Write key: value.", where)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in body.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, 1, 0.4)
+            remedy = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(fields)}."
+            raise explain("a known key", repr(key), remedy, where)
+        _require_kind(value, str(fields[key].type), f"{where}.{key}" if "," in where else f"{where}, {key}")
+    try:
+        return kind(**body)
+    except TypeError as error:
+        raise SapwoodError(f"{where}: {error}. Add what is missing.") from None
+
+
+_SIMPLE: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+def _require_kind(value: Any, wanted: str, where: str) -> None:
+    """Numbers, texts and switches must be what they should be."""
+    options = [w.strip() for w in wanted.split("|")]
+    if not set(options) <= {*_SIMPLE, "None"} or (value is None and "None" in options):
+        return
+    number = isinstance(value, bool) and "bool" not in options
+    if number or not any(isinstance(value, _SIMPLE[o]) for o in options if o != "None"):
+        raise explain(" or ".join(o for o in options if o != "None"), repr(value)[:60], "Mend the recipe.", where)
+
+
+def _change(body: dict[str, Any], change: str) -> None:
+    """``train.epochs=3`` or ``prune.0.sparsity=0.8``."""
+    path, found, text = change.partition("=")
+    if not found or not path:
+        raise explain("key=value", repr(change), "For example --set train.epochs=3.", "--set")
+    *parents, last = path.split(".")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise explain("a value", repr(text), "For example --set train.epochs=3.", "--set") from None
+    place: Any = body
+    for part in parents:
+        if isinstance(place, list):
+            if not part.isdigit() or int(part) >= len(place):
+                got = repr(part)
+                raise explain(f"a number below {len(place)} in {path!r}", got, "Steps count from 0.", "--set")
+            place = place[int(part)]
+            continue
+        if isinstance(place.get(part), str) and part in ("model", "data"):
+            place[part] = {"name": place[part]}
+        place = place.setdefault(part, {})
+        if not isinstance(place, (dict, list)):
+            raise explain("keys", f"{part!r} is a value", "Check the path.", f"--set {change}")
+    if isinstance(place, list):
+        raise explain("a key", f"{path!r} names a list", "For example prune.0.sparsity.", "--set")
+    place[last] = value
+
+
+def _plain(value: Any) -> Any:
+    """Without what is not said, so that it reads like a recipe."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,376 @@
+"""``sapwood run``: train, prune, recover and measure as a recipe says, in a folder; stopped at any moment, it goes on.
+
+After every epoch a checkpoint is replaced. What has been done since is done again on resuming, from the same
+seeds, so the results are those of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from sapwood.errors import SapwoodError, explain
+from sapwood.masking.report import sparsity
+from sapwood.measurement import count, take_turns
+from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
+from sapwood.pipeline.data import Data, load_data
+from sapwood.pipeline.models import named_model
+from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
+from sapwood.pipeline.shrink import EMPTY, Pruner, phases_of
+from sapwood.recovery.loop import Loop
+from sapwood.recovery.session import MARKS, Phase, Session, steps_for
+from sapwood.storage.atomic import write_text
+from sapwood.storage.bundle import save
+from sapwood.storage.tensors import write
+from sapwood.surgery.cut import cut
+from sapwood.types import Plan
+from sapwood.version import __version__
+
+RECIPE, EVENTS, RESULTS = "recipe.yaml", "events.jsonl", "results.json"
+Report = Callable[[dict[str, Any]], None]
+"""Told what happens: an event as a dict; progress within an epoch as {"event": "step", ...}."""
+
+
+def start_run(recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
+    """Run a recipe in a new folder."""
+    if folder.exists() and any(folder.iterdir()):
+        remedy = f"Choose another with --out, or go on with: sapwood run --resume {folder}"
+        raise explain("a new or empty folder", "one with files in it", remedy, str(folder))
+    write_text(folder / RECIPE, recipe.to_yaml())
+    return _run(recipe, folder, report)
+
+
+def resume_run(folder: Path, report: Report | None = None) -> dict[str, Any]:
+    """Go on with a run that was stopped; a finished one gives its results again."""
+    if not (folder / RECIPE).exists():
+        raise explain(f"a run folder with {RECIPE}", "none", "Start one with: sapwood run RECIPE.yaml", str(folder))
+    if (folder / RESULTS).exists():
+        found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+        return found
+    return _run(read_recipe(folder / RECIPE), folder, report)
+
+
+def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
+    with _alone(folder):
+        log = _Log(folder / EVENTS, report)
+        log({"event": "start", "recipe": recipe.name, "device": str(_device(recipe)), "pid": os.getpid()})
+        data = load_data(recipe.data.name, recipe.data.batch, recipe.data.size, recipe.data.workers)
+        done = [_Seed(recipe, data, folder / f"seed-{seed}", seed, log).run() for seed in recipe.seeds]
+        results = {
+            "name": recipe.name,
+            "seeds": [figures for figures, _, _ in done],
+            "summary": summary([figures for figures, _, _ in done]),
+        }
+        _, dense, pruned = done[-1]
+        results["measured"] = _measured(dense, pruned, data, folder)
+        results["environment"] = environment(_device(recipe))
+        log({"event": "done", "summary": results["summary"]})
+        write_text(folder / RESULTS, json.dumps(results, indent=1))
+        return results
+
+
+class _Seed:
+    """One seed's training, pruning and recovery."""
+
+    def __init__(self, recipe: Recipe, data: Data, folder: Path, seed: int, log: _Log) -> None:
+        self.recipe, self.data, self.folder, self.seed = recipe, data, folder, seed
+        self.log, self.checkpoint = log, folder / "checkpoint.safetensors"
+        self.device = _device(recipe)
+
+    def run(self) -> tuple[dict[str, Any], nn.Module, nn.Module]:
+        """The figures, the dense model and the pruned one."""
+        found = read_checkpoint(self.checkpoint)
+        if found is not None:
+            self.log({"event": "resume", "seed": self.seed, "stage": found.stage})
+        if found is None or found.stage == "train":
+            dense, figures, plan = self._train(found), self._dense_figures(), EMPTY
+            found = None
+        else:
+            dense, figures, plan = self._dense(), dict(found.figures), found.plan
+        model = self._start(dense, found)
+        first = 0 if found is None else int(found.stage.partition("-")[2])
+        for index in range(first, len(self.recipe.prune)):
+            resumed = found if found is not None and found.position is not None and index == first else None
+            model, plan, step = self._prune(index, model, plan, dense, figures, resumed)
+            figures = {**figures, "steps": [*figures["steps"], step]}
+            self._save(f"step-{index + 1}", model, plan, figures)
+            self.log({"event": "recovered", "seed": self.seed, "step": index, **step["recovered"]})
+        return figures, dense, self._keep(model, plan)
+
+    def _train(self, found: Checkpoint | None) -> nn.Module:
+        model = self._build()
+        part = self.recipe.train
+        if part.weights is not None:
+            self._load(model, Path(part.weights))
+        else:
+            loop = Loop(model.to(self.device), self.data.train, self.recipe.training(self.seed), loss=self.data.loss)
+            session = Session(loop, [Phase(steps_for(part.epochs, loop))], part.epochs, marks=())
+            self._go(session, "train", None if found is None else found, EMPTY, {})
+            model = loop.finish()
+        model.to(self.device)
+        write(self.folder / "dense.safetensors", {n: t.cpu() for n, t in model.state_dict().items()}, {"format": "pt"})
+        return model
+
+    def _dense_figures(self) -> dict[str, Any]:
+        dense = self._dense()
+        known = {**self._scores(dense), **count(dense, _on(self.data.example, self.device))}
+        figures = {"seed": self.seed, "dense": known, "steps": []}
+        self._save("step-0", dense, EMPTY, figures)
+        self.log({"event": "trained", **figures})
+        return figures
+
+    def _start(self, dense: nn.Module, found: Checkpoint | None) -> nn.Module:
+        """A copy of the dense model, cut and filled as the checkpoint says."""
+        model = cut(dense, EMPTY if found is None else found.plan)
+        if found is not None:
+            fill(model, found)
+        return model.to(self.device)
+
+    def _prune(
+        self,
+        index: int,
+        model: nn.Module,
+        plan: Plan,
+        dense: nn.Module,
+        figures: Mapping[str, Any],
+        resumed: Checkpoint | None,
+    ) -> tuple[nn.Module, Plan, dict[str, Any]]:
+        part, recover = self.recipe.prune[index], self.recipe.recover
+        step = part.step()
+        pruner = Pruner(self.data.example, plan)
+        rebuilt = self._before(index, dense, resumed) if resumed is not None else model
+        targets = step.targets(rebuilt, _on(self.data.example, self.device))
+        loop = Loop(
+            model,
+            self.data.train,
+            self.recipe.recovery(self.seed, index),
+            loss=self.data.loss,
+            teacher=cut(dense, EMPTY) if recover.distill else None,
+            temperature=recover.temperature,
+            share=recover.share,
+        )
+        original = self.recipe.train.epochs
+        phases = phases_of(step, targets, pruner, steps_for(recover.fraction * original, loop, part.rounds))
+        session = Session(
+            loop,
+            phases,
+            original,
+            validate=lambda m: self.data.score(m, "validation"),
+            test=lambda m: self.data.score(m, "test"),
+            marks=MARKS,
+        )
+        self._go(session, f"step-{index}", resumed, pruner, figures)
+        model = loop.finish()
+        return model, pruner.plan, self._step_figures(part, model, session)
+
+    def _before(self, index: int, dense: nn.Module, resumed: Checkpoint) -> nn.Module:
+        """The model as it was before this step began: budgets of rounds are in its terms."""
+        if index == 0:
+            return dense
+        saved = read_checkpoint(self.folder / f"before-{index}.safetensors")
+        if saved is None:
+            raise explain(f"before-{index}.safetensors", "none", "Start the run anew.", str(self.folder))
+        return self._start(dense, saved)
+
+    def _go(
+        self,
+        session: Session,
+        stage: str,
+        found: Checkpoint | None,
+        pruner: Pruner | Plan,
+        figures: Mapping[str, Any],
+    ) -> None:
+        """Train to the end, with a checkpoint after each epoch."""
+        loop = session.loop
+        if found is not None and found.position is not None:
+            if stage == "train":
+                fill(loop.plain, found)
+            fill_optimizer(loop.plain, loop.optimizer.optimizer, found.optimizer)
+            session.go_to(found.position)
+        session.on_step = lambda step, total: self.log.step(self.seed, stage, step, total)
+        while True:
+            points = len(session.curve)
+            if not session.advance():
+                return
+            plan = pruner.plan if isinstance(pruner, Pruner) else pruner
+            position = session.position()
+            write_checkpoint(self.checkpoint, stage, loop.plain, plan, figures, loop.optimizer.optimizer, position)
+            for point in session.curve[points:]:
+                self.log({"event": "point", "seed": self.seed, "stage": stage, **vars(point)})
+            self.log({"event": "epoch", "seed": self.seed, "stage": stage, "epoch": session.number})
+
+    def _step_figures(self, part: PrunePart, model: nn.Module, session: Session) -> dict[str, Any]:
+        zeros = sparsity(model)
+        asked = {k: v for k, v in vars(part).items() if v is not None}
+        first, last = session.curve[0], session.curve[-1]
+        return {
+            "prune": asked,
+            "after_pruning": {"validation": first.metric, "test": first.test},
+            "recovered": {"validation": last.metric, "test": last.test},
+            "curve": [vars(p) for p in session.curve],
+            "sparsity": zeros.total,
+            **count(model, _on(self.data.example, self.device)),
+        }
+
+    def _keep(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """The result as a bundle, with a factory where the recipe names one of a library."""
+        name = self.recipe.model.name
+        known = name.partition(":")[0] in ("torchvision", "timm", "transformers", "hf")
+        save(
+            self.folder / "pruned",
+            model.cpu(),
+            plan,
+            factory=name if known else None,
+            arguments=self.recipe.model.arguments if known else None,
+            example_inputs=self.data.example,
+        )
+        return model
+
+    def _save(self, stage: str, model: nn.Module, plan: Plan, figures: Mapping[str, Any]) -> None:
+        number = stage.partition("-")[2]
+        if number != "0":
+            write_checkpoint(self.folder / f"before-{number}.safetensors", stage, model, plan, figures)
+        write_checkpoint(self.checkpoint, stage, model, plan, figures)
+
+    def _scores(self, model: nn.Module) -> dict[str, float]:
+        return {on: self.data.score(model, on) for on in ("validation", "test")}
+
+    def _build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return named_model(self.recipe.model.name, dict(self.recipe.model.arguments))
+
+    def _dense(self) -> nn.Module:
+        model = self._build()
+        self._load(model, self.folder / "dense.safetensors")
+        return model.to(self.device)
+
+    def _load(self, model: nn.Module, path: Path) -> None:
+        try:
+            model.load_state_dict(load_file(path))
+        except (OSError, RuntimeError, ValueError) as error:
+            got = " ".join(str(error).split())[:200]
+            raise explain("weights of the recipe's model", got, "Check train.weights.", str(path)) from None
+
+
+class _Log:
+    """Events as JSON lines; a line that was cut off by a kill is dropped."""
+
+    def __init__(self, path: Path, report: Report | None) -> None:
+        self.path, self.report = path, report
+        if path.exists():
+            whole = path.read_bytes()
+            if not whole.endswith(b"\n"):
+                write_text(path, whole[: whole.rfind(b"\n") + 1].decode())
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"time": now, **event}) + "\n")
+        except OSError as error:
+            raise SapwoodError(f"{self.path}: could not be written ({error.strerror}). Free some space.") from None
+        if self.report is not None:
+            self.report(event)
+
+    def step(self, seed: int, stage: str, step: int, total: int) -> None:
+        if self.report is not None:
+            self.report({"event": "step", "seed": seed, "stage": stage, "step": step, "total": total})
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes must not work in the same folder."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            remedy = "Wait for it, or stop it first."
+            raise explain("a folder that no other run works in", "one in use", remedy, str(folder)) from None
+        yield
+
+
+def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and spread (standard deviation) over the seeds, and what became of the accuracy."""
+
+    def over(pick: Callable[[dict[str, Any]], float]) -> dict[str, float]:
+        values = [pick(s) for s in seeds]
+        return {"mean": statistics.fmean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+    steps = []
+    for index in range(len(seeds[0]["steps"])):
+        part = {
+            "after_pruning": over(lambda s, i=index: s["steps"][i]["after_pruning"]["test"]),  # type: ignore[misc]
+            "recovered": over(lambda s, i=index: s["steps"][i]["recovered"]["test"]),  # type: ignore[misc]
+        }
+        shares = [p["share"] for p in seeds[0]["steps"][index]["curve"]]
+        part["curve"] = {
+            f"{share:.0%}": over(lambda s, i=index, k=k: s["steps"][i]["curve"][k]["test"])  # type: ignore[misc]
+            for k, share in enumerate(shares)
+        }
+        steps.append(part)
+    return {"seeds": len(seeds), "dense": over(lambda s: s["dense"]["test"]), "steps": steps}
+
+
+def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path) -> dict[str, Any]:
+    """Latency of the last seed's models, taking turns, and the sizes of their files."""
+    models = {"dense": dense.cpu().eval(), "pruned": pruned.cpu().eval()}
+    example = data.example
+
+    def call(model: nn.Module) -> Callable[[], object]:
+        return lambda: model(**example) if isinstance(example, dict) else model(example)
+
+    with torch.inference_mode():
+        times = take_turns({n: call(m) for n, m in models.items()}, seconds=1.0)
+    newest = max(folder.glob("seed-*"), key=lambda f: (f / "pruned").stat().st_mtime)
+    return {
+        "latency_ms": {n: {"median": t.median_ms, "spread": t.spread_ms, "rounds": t.rounds} for n, t in times.items()},
+        "speedup": times["pruned"].speed,
+        "on": "cpu, eager, the example batch",
+        "file_bytes": {
+            "dense": (newest / "dense.safetensors").stat().st_size,
+            "pruned": (newest / "pruned" / "model.safetensors").stat().st_size,
+        },
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "sapwood": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _device(recipe: Recipe) -> torch.device:
+    wanted = recipe.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise explain("auto, cpu or cuda", repr(wanted), "Mend the recipe.", "device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise explain("a CUDA device", "a machine without", "Set device: cpu.", "device")
+    return device
+
+
+def _on(example: Any, device: torch.device) -> Any:
+    if isinstance(example, dict):
+        return {k: _on(v, device) for k, v in example.items()}
+    return example.to(device) if isinstance(example, torch.Tensor) else example
