@@ -134,6 +134,33 @@ def test_buffers_outside_the_state_dict(tmp_path: Path) -> None:
     assert torch.equal(outputs(sw.load(tmp_path, empty), inputs)[0], outputs(done.model, inputs)[0])
 
 
+def test_a_large_cut_buffer_outside_the_state_dict_comes_back(tmp_path: Path) -> None:
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+            self.register_buffer("table", torch.randn(1024, 64), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) + self.table[:3])
+
+    model, x = WithTable(), torch.randn(3, 8)
+    done = sw.prune(model, x, sw.Budget(channels=0.5))
+    assert done.model.table.shape == (1024, 32)
+    sw.save(tmp_path / "bundle", done.model, done.plan)
+    again = sw.load(tmp_path / "bundle", model)
+    assert torch.equal(again(x), done.model(x))
+
+
+def test_saving_into_a_folder_leaves_other_files_alone(tmp_path: Path) -> None:
+    saved("plain_chain", tmp_path, shard_bytes=200)
+    assert list(tmp_path.glob("model-*-of-*.safetensors"))
+    (tmp_path / "model_dense.safetensors").write_bytes(b"mine")
+    saved("plain_chain", tmp_path)
+    assert (tmp_path / "model_dense.safetensors").read_bytes() == b"mine"
+    assert not list(tmp_path.glob("model-*-of-*.safetensors"))
+
+
 def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     saved("tied_weights", tmp_path)
     small = sw.load(tmp_path, CASES["tied_weights"][0]())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from sapwood.capture.run import Inputs, as_call
 from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
+from sapwood.pipeline.models import named_model, nearest
 from sapwood.storage import factories
 from sapwood.storage.bundle import KEY, Bundle, make_inputs
 from sapwood.storage.loading import load, load_
@@ -28,7 +28,6 @@ from sapwood.types import Budget
 
 VISION = ("torchvision", "timm")
 BUDGETS = ("channels", "params", "flops")
-FORMS = "torchvision:NAME, timm:NAME, hf:CLASS or package.module:factory"
 
 
 @dataclass(frozen=True)
@@ -86,90 +85,6 @@ def _inputs(name: str, shapes: list[str] | None, remembered: Any, about: Mapping
         remark(f"no --input was given, {'x'.join(map(str, shape))} is assumed.")
         return as_call(torch.randn(shape))
     raise explain("example inputs", "none", "Pass --input 1x3x224x224, or 1x16:int64 for token numbers.", name)
-
-
-def named_model(name: str, where: str = "--model", empty: bool = False) -> nn.Module:
-    """``torchvision:resnet50``, ``timm:...``, ``hf:BertModel``, or ``package.module:factory`` of the user's own."""
-    package, _, short = name.partition(":")
-    if not package or not short:
-        raise explain(FORMS, repr(name), f"For example torchvision:{name or 'resnet18'}; or check the path.", where)
-    known = package in (*factories.LIBRARIES, "hf")
-    return _library_model(name, where, empty) if known else _own_model(package, short, where)
-
-
-def _library_model(name: str, where: str, empty: bool) -> nn.Module:
-    package, _, short = name.partition(":")
-    library = "transformers" if package == "hf" else package
-    try:
-        module: Any = importlib.import_module(library)
-        found, names = _look_up(library, module, short)
-    except Exception as error:  # a library that does not fit the installed torch raises anything
-        raise explain(
-            f"{library} to be importable",
-            told(error),
-            f"Install a {library} that fits torch {torch.__version__}.",
-            where,
-        ) from None
-    if not found:
-        wanted = "a model of " + library + (", by its class" if library == "transformers" else "")
-        raise explain(wanted, repr(short), nearest(short, names, package + ":"), where)
-    try:
-        if empty and library == "transformers":
-            with torch.device("meta"):
-                return factories.build({"factory": name})
-        return factories.build({"factory": name})
-    except SapwoodError as error:
-        why = told(error.__cause__ or error)
-        default = "its default configuration" if library == "transformers" else "its name alone"
-        raise SapwoodError(
-            f"{where}: expected {name} to be built from {default}; it raised {why}. "
-            "Write a factory of your own and pass package.module:factory."
-        ) from None
-
-
-def _look_up(library: str, module: Any, short: str) -> tuple[bool, list[str]]:
-    """Whether a library has a model of this name, and the names it has."""
-    if library == "torchvision":
-        names = module.models.list_models()
-        return short.lower() in names, names
-    if library == "timm":
-        names = module.list_models()
-        return short.partition(".")[0] in names, names
-    names = [n for n in dir(module) if re.search(r"Model$|For[A-Z]", n) and not n.startswith("Auto")]
-    kind: Any = getattr(module, short, None) if short in names else None
-    return isinstance(kind, type) and issubclass(kind, module.PreTrainedModel), names
-
-
-def _own_model(package: str, short: str, where: str) -> nn.Module:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(package)
-    except Exception as error:  # the user's code may raise anything
-        raise explain(f"a module {package!r}", told(error), f"Check the spelling: {FORMS}.", where) from None
-    maker: Any = getattr(module, short, None)
-    if maker is None:
-        names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
-        raise explain(f"a factory in {package}", repr(short), nearest(short, names, package + ":"), where)
-    try:
-        made = maker if isinstance(maker, nn.Module) else maker()
-    except Exception as error:
-        expected = f"{package}:{short} to build a model when called without arguments"
-        raise explain(expected, told(error), "Write a factory that needs none.", where) from None
-    if not isinstance(made, nn.Module):
-        raise explain("a factory that returns an nn.Module", type(made).__name__, "Check the factory.", where)
-    return made
-
-
-def nearest(text: str, names: Iterable[str], prefix: str = "") -> str:
-    """The remedy for a name that is not there: those that look like it."""
-    near = difflib.get_close_matches(text, list(names), n=3, cutoff=0.5)
-    return f"Did you mean {', '.join(prefix + n for n in near)}?" if near else "Check the spelling."
-
-
-def told(error: BaseException) -> str:
-    """An error of somebody else's code on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(" .:")
 
 
 def parse_shape(text: str) -> torch.Tensor:

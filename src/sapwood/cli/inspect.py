@@ -9,8 +9,9 @@ from rich.console import RenderableType
 
 from sapwood.capture.run import is_meta, tensors_in
 from sapwood.capture.trace import Trace, trace
-from sapwood.cli.common import FORMS, Subject, show, subject, working
+from sapwood.cli.common import Subject, show, subject, working
 from sapwood.masking.report import Sparsity, sparsity
+from sapwood.pipeline.models import FORMS
 from sapwood.reporting import frozen_table
 from sapwood.reporting.inspection import Saving, savings, savings_table, sparsity_table, totals_table
 

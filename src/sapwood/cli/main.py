@@ -41,7 +41,7 @@ def main() -> None:
     try:
         app()
     except SapwoodError as error:
-        print(f"sapwood: {error}", file=sys.stderr)
+        print(f"sapwood: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -13,11 +13,12 @@ import typer
 from torch import nn
 
 from sapwood.capture.skeleton import named_tensors, unwrap
-from sapwood.cli.common import FORMS, described, fill, named_model, read_tensors, require_apart, show, size_of, working
+from sapwood.cli.common import described, fill, read_tensors, require_apart, show, size_of, working
 from sapwood.errors import explain
 from sapwood.masking import Sparsity, mask_, sparsity
 from sapwood.masking.hold import note_masks, noted_masks
 from sapwood.masking.patterns import parse
+from sapwood.pipeline.models import FORMS, named_model
 from sapwood.reporting.inspection import sparsity_table
 from sapwood.storage.bundle import KEY, Bundle, describe, write_bundle
 from sapwood.storage.loading import load, load_

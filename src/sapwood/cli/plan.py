@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from sapwood.capture.trace import Trace, trace
-from sapwood.cli.common import FORMS, Subject, fill, parse_budget, remark, show, subject, working
+from sapwood.cli.common import Subject, fill, parse_budget, remark, show, subject, working
 from sapwood.pipeline import make_plan
+from sapwood.pipeline.models import FORMS
 from sapwood.reporting import groups_table
 from sapwood.reporting.inspection import achieved_table
 from sapwood.storage.atomic import write_text

@@ -20,7 +20,9 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 Held = tuple[torch.Tensor, torch.Tensor]
-"""A weight, and where it is zero."""
+"""A weight, and a byte for each of its numbers: all bits where it stays, none where it is zero."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Hold:
@@ -32,8 +34,14 @@ class Hold:
 
     @torch.no_grad()
     def apply(self) -> None:
-        for weight, zeros in self.held:
-            _local(weight).masked_fill_(zeros, 0)
+        for weight, kept in self.held:
+            local = _local(weight)  # by bits: several times faster than masked_fill_, and nan is cleared, too
+            local.view(_BITS[local.element_size()]).bitwise_and_(kept)
+
+    @property
+    def zeros(self) -> int:
+        """How many numbers are held at zero in this process."""
+        return sum(kept.numel() - int(kept.count_nonzero()) for _, kept in self.held)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.apply()
@@ -64,10 +72,9 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
     for name in names:
         if name not in parameters:
             raise explain(f"the masked weight {name!r}", "a model without", "Mask the model anew.", "hold")
-        local = _local(parameters[name])
-        zeros = local == 0
-        if noted or bool(zeros.any()):
-            held.append((parameters[name], zeros))
+        kept = (_local(parameters[name]) != 0).to(torch.int8).neg_()
+        if noted or not bool(kept.all()):
+            held.append((parameters[name], kept))
     if not noted and not held:
         raise explain("a masked model", "one without zeros", "Call sw.mask first.", "hold")
     return Hold(held, inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,17 +30,22 @@ class Timing:
 def take_turns(
     calls: Mapping[str, Callable[[], object]], seconds: float = 2.0, least: int = 15, warm_up: int = 3
 ) -> dict[str, Timing]:
-    """Call each in turn until the time is up (at least ``least`` rounds), and time every call."""
+    """Call each in turn until the time is up (at least ``least`` rounds), and time every call.
+
+    The order changes from round to round: what ran before leaves its traces in caches and memory.
+    """
     for _ in range(warm_up):
         for call in calls.values():
             call()
     taken: dict[str, list[float]] = {name: [] for name in calls}
     start, rounds = time.perf_counter(), 0
+    names, dice = list(calls), random.Random(0)
     while rounds < least or time.perf_counter() - start < seconds:
-        for name, call in calls.items():
+        dice.shuffle(names)
+        for name in names:
             _settle()
             before = time.perf_counter()
-            call()
+            calls[name]()
             _settle()
             taken[name].append(1000 * (time.perf_counter() - before))
         rounds += 1

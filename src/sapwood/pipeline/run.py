@@ -249,7 +249,7 @@ class _Seed:
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        return named_model(self.recipe.model.name, dict(self.recipe.model.arguments))
+        return named_model(self.recipe.model.name, "model", arguments=self.recipe.model.arguments)
 
     def _dense(self) -> nn.Module:
         model = self._build()

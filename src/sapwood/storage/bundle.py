@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -45,6 +46,9 @@ from sapwood.types import CheckResult, Plan
 
 WEIGHTS, INDEX, PLAN = "model.safetensors", "model.safetensors.index.json", "plan.json"
 KEY = "sapwood"
+_SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_SMALL, _CUT = 2**16, 2**24
+"""Bytes of a buffer outside the state_dict that the plan carries: any small one, and those that were cut."""
 
 
 def save(
@@ -90,7 +94,7 @@ def describe(model: nn.Module, plan: Plan, about: Mapping[str, Any] | None = Non
         plan,
         before={n: tuple(plan.shapes.get(n, t.shape)) for n, t in shown.items()},
         after={n: tuple(t.shape) for n, t in shown.items()},
-        buffers={n: encode(t) for n, t in loose.items() if t.numel() * t.element_size() <= 2**16},
+        buffers={n: encode(t) for n, t in loose.items() if t.nbytes <= (_CUT if n in plan.keep else _SMALL)},
         aliases=_aliases(model, persistent),
         masks={n: pattern for n, pattern in noted_masks(model).items() if n in shown},
         versions={"sapwood": sapwood.version.__version__, "torch": torch.__version__},
@@ -153,7 +157,7 @@ def _write_shards(path: Path, stored: dict[str, torch.Tensor], text: str, total:
 def _forget(path: Path, keep: set[str]) -> None:
     """Remove weights of an earlier save, after the new ones are in place."""
     for old in [*path.glob("model*.safetensors"), path / INDEX]:
-        if old.name not in keep:
+        if old.name not in keep and (old.name in (WEIGHTS, INDEX) or _SHARD.fullmatch(old.name)):
             with contextlib.suppress(OSError):
                 old.unlink()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,9 @@ def build(about: Mapping[str, Any]) -> nn.Module:
 def _construct(library: str, module: Any, name: str, arguments: dict[str, Any]) -> nn.Module:
     if library == "torchvision":
         plain = {k: v for k, v in arguments.items() if not k.startswith("weights")}
-        return module.models.get_model(name, weights=None, **plain)  # type: ignore[no-any-return]
+        known = inspect.signature(module.models.get_model_builder(name)).parameters
+        backbone = {"weights_backbone": None} if "weights_backbone" in known else {}  # else it would be downloaded
+        return module.models.get_model(name, weights=None, **backbone, **plain)  # type: ignore[no-any-return]
     if library == "timm":
         plain = {k: v for k, v in arguments.items() if not k.startswith(("pretrained", "checkpoint"))}
         return module.create_model(name, pretrained=False, **plain)  # type: ignore[no-any-return]

@@ -1,0 +1,351 @@
+"""``sapwood run`` as a person runs it: killed at any moment it goes on, and ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import sapwood as sw
+from sapwood.pipeline.models import SmallCNN
+from sapwood.pipeline.recipe import read_recipe, shipped
+from sapwood.pipeline.run import resume_run, start_run
+
+TINY = {
+    "model": {"name": "sapwood.pipeline.models:SmallCNN", "arguments": {"width": 8}},
+    "data": {"name": "digits", "batch": 128},
+    "train": {"epochs": 4, "lr": 0.1},
+    "recover": {"fraction": 0.5},
+    "seeds": [0],
+}
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "gradual zeros": [{"sparsity": 0.7, "schedule": "cubic", "rounds": 3}],
+    "channels, then zeros": [
+        {"channels": 0.6, "schedule": "iterative", "rounds": 2, "round_to": 4},
+        {"pattern": "2:4"},
+    ],
+}
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe-of-mine.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+def lasting(results: dict[str, Any]) -> dict[str, Any]:
+    """What must not depend on when a run was stopped: all but times and versions."""
+    return {k: v for k, v in results.items() if k not in ("measured", "environment")}
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "sapwood.cli.main", *args]
+
+
+def cli(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_stopped_after_any_epoch_it_ends_the_same(name: str, tmp_path: Path) -> None:
+    """Every epoch is the last one once: an exception right after its checkpoint, then a resume."""
+    chosen = read_recipe(recipe(tmp_path, prune=STEPS[name], recover={"fraction": 0.5, "distill": True}))
+    whole = start_run(chosen, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    epochs = 0
+
+    class Stop(Exception):
+        pass
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "epoch":
+            raise Stop
+
+    while True:
+        try:
+            results = resume_run(folder, stop) if epochs else start_run(chosen, folder, stop)
+            break
+        except Stop:
+            epochs += 1
+    assert epochs >= 6
+    assert lasting(results) == lasting(whole)
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        json.loads(line)
+    again = sw.load(folder / "seed-0" / "pruned", SmallCNN(width=8))
+    other = sw.load(tmp_path / "whole" / "seed-0" / "pruned", SmallCNN(width=8))
+    assert all((a == b).all() for a, b in zip(again.state_dict().values(), other.state_dict().values(), strict=True))
+    assert resume_run(folder) == results  # a finished run gives its results again
+
+
+def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
+    path = str(recipe(tmp_path, prune=STEPS["channels, then zeros"], train={"epochs": 12, "lr": 0.1}))
+    done = cli("run", path, "--out", str(tmp_path / "whole"), "--json")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "killed"
+    dice = random.Random(7)
+    kills = 0
+    for _ in range(40):
+        args = (
+            ["run", "--resume", str(folder)]
+            if (folder / "recipe.yaml").exists()
+            else ["run", path, "--out", str(folder)]
+        )
+        process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        seen = _events(folder)
+        while process.poll() is None and _events(folder) == seen:
+            time.sleep(0.02)  # it has started to work
+        time.sleep(dice.uniform(0, 0.8))
+        if process.poll() is None and kills < 6:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate(timeout=300)
+        if process.returncode == 0:
+            break
+    assert kills >= 4 and process.returncode == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert lasting(results) == lasting(json.loads((tmp_path / "whole" / "results.json").read_text()))
+
+
+def _events(folder: Path) -> int:
+    file = folder / "events.jsonl"
+    return file.stat().st_size if file.exists() else 0
+
+
+DYING = """
+import os, signal, sys
+import sapwood.storage.atomic as atomic
+moment, number = sys.argv[1], int(sys.argv[2])
+calls = 0
+def deadly(original):
+    def call(*args):
+        global calls
+        wanted = any(str(a).endswith("checkpoint.safetensors") or ".checkpoint" in str(a) for a in args)
+        calls += wanted
+        if wanted and calls == number and moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args)
+        if wanted and calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+if moment == "flush":
+    atomic.flush = deadly(atomic.flush)
+else:
+    os.replace = deadly(os.replace)
+sys.argv = ["sapwood", *sys.argv[3:]]
+from sapwood.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("moment", "number"), [("before", 2), ("after", 4), ("flush", 3), ("before", 7)])
+def test_killed_during_a_checkpoint_it_ends_the_same(moment: str, number: int, tmp_path: Path) -> None:
+    path = recipe(tmp_path, prune=STEPS["gradual zeros"])
+    whole = start_run(read_recipe(path), tmp_path / "whole")
+    folder = str(tmp_path / "killed")
+    dying = [sys.executable, "-c", DYING, moment, str(number), "run", str(path), "--out", folder]
+    assert subprocess.run(dying, capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    done = cli("run", "--resume", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    results.pop("folder")
+    assert lasting(results) == json.loads(json.dumps(lasting(whole)))
+
+
+def test_control_c_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
+    path = str(recipe(tmp_path, prune=STEPS["gradual zeros"], train={"epochs": 300, "lr": 0.1}))
+    folder = tmp_path / "stopped"
+    process = subprocess.Popen(command("run", path, "--out", str(folder)), stderr=subprocess.PIPE, text=True)
+    while (
+        process.poll() is None and '"epoch"' not in (folder / "events.jsonl").read_text() if _events(folder) else True
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and f"sapwood run --resume {folder}" in errors
+    assert "Traceback" not in errors
+    assert (folder / "seed-0" / "checkpoint.safetensors").exists()
+
+
+def test_a_run_tells_people_and_machines(tmp_path: Path) -> None:
+    path = str(recipe(tmp_path, prune=[{"channels": 0.5}], seeds=[0, 1]))
+    done = cli("run", path, "--out", str(tmp_path / "run"), "--set", "train.epochs=2", "--set", "prune.0.channels=0.75")
+    assert done.returncode == 0, done.stderr
+    assert "75% of channels left" in done.stdout and "±" in done.stdout and "times the speed" in done.stdout
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert kept["train"]["epochs"] == 2 and kept["prune"][0]["channels"] == 0.75
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [s["seed"] for s in results["seeds"]] == [0, 1] and results["summary"]["seeds"] == 2
+    step = results["seeds"][0]["steps"][0]
+    assert step["recovered"]["test"] == step["curve"][-1]["test"]  # the last epoch is reported, not the best one
+    assert results["environment"]["torch"] and results["measured"]["latency_ms"]["dense"]["rounds"] >= 15
+    again = cli("run", path, "--out", str(tmp_path / "run"))
+    assert again.returncode == 2 and "--resume" in again.stderr
+
+
+def test_the_recovery_curve_is_at_5_10_and_20_percent_of_the_original_epochs(tmp_path: Path) -> None:
+    chosen = read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.8}], train={"epochs": 20}, recover={"fraction": 0.2}))
+    results = start_run(chosen, tmp_path / "run")
+    assert list(results["summary"]["steps"][0]["curve"]) == ["0%", "5%", "10%", "20%"]
+
+
+def test_dense_weights_can_be_given(tmp_path: Path) -> None:
+    first = start_run(read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}])), tmp_path / "first")
+    weights = str(tmp_path / "first" / "seed-0" / "dense.safetensors")
+    path = recipe(tmp_path, prune=[{"sparsity": 0.5}], train={"epochs": 4, "lr": 0.1, "weights": weights})
+    second = start_run(read_recipe(path), tmp_path / "second")
+    assert lasting(first) == lasting(second)
+
+
+WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "unknown key": ({"recovery": {}}, [], "Did you mean 'recover'"),
+    "unknown inner key": ({"train": {"epoch": 3}}, [], "Did you mean 'epochs'"),
+    "unknown model": ({"model": "sapwood.pipeline.models:SmalCNN"}, [], "SmallCNN"),
+    "no such module": ({"model": "nothing.here:net"}, [], "nothing"),
+    "unknown data": ({"data": "digit"}, [], "digits"),
+    "no such folder": ({"data": "cifar10:/nowhere"}, [], "cifar-10-binary"),
+    "no images": ({"data": "folder:/nowhere"}, [], "folder of images per class"),
+    "wrong type": ({"train": {"epochs": "many"}}, [], "'many'"),
+    "two budgets": ({"prune": [{"sparsity": 0.5, "channels": 0.5}]}, [], "exactly one"),
+    "wrong option": ({"prune": [{"sparsity": 0.5, "allocate": "global"}]}, [], "'allocate'"),
+    "no budget": ({"prune": [{"scope": "local"}]}, [], "a budget"),
+    "seeds": ({"seeds": [1, 1]}, [], "different whole numbers"),
+    "set": ({}, ["--set", "train.epochs"], "key=value"),
+    "set a list": ({}, ["--set", "prune.7.sparsity=0.5"], "count from 0"),
+    "device": ({"device": "cuda:77"}, [], "CUDA|cuda"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_recipe_is_one_clear_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sapwood.cli.main import main
+
+    changes, args, words = WRONG[name]
+    path = recipe(tmp_path, **{"prune": [{"sparsity": 0.5}], **changes})
+    old = sys.argv
+    sys.argv = ["sapwood", "run", str(path), "--out", str(tmp_path / "run"), *args]
+    try:
+        with pytest.raises(SystemExit) as error:
+            main()
+    finally:
+        sys.argv = old
+    assert error.value.code == 2
+    told = capsys.readouterr().err
+    assert any(w in told for w in words.split("|")) and told.count("\n") == 1, told
+
+
+def test_missing_and_odd_files(tmp_path: Path) -> None:
+    for args, words in (
+        (["run", "nowhere.yaml"], "digits-sparse"),
+        (["run", "--resume", str(tmp_path)], "run folder"),
+        (["run"], "a recipe, or --resume"),
+        (["recipes", "nothing"], "digits-sparse"),
+    ):
+        done = cli(*args)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (tmp_path / "odd.yaml").write_text("a: [")
+    done = cli("run", str(tmp_path / "odd.yaml"))
+    assert done.returncode == 2 and "YAML" in done.stderr
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    path = str(recipe(tmp_path, prune=STEPS["gradual zeros"], train={"epochs": 500, "lr": 0.1}))
+    folder = tmp_path / "run"
+    process = subprocess.Popen(command("run", path, "--out", str(folder)), stderr=subprocess.DEVNULL)
+    try:
+        while not _events(folder):
+            assert process.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(sw.SapwoodError, match="one in use"):
+            resume_run(folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_every_shipped_recipe_reads() -> None:
+    found = shipped()
+    assert {"digits-sparse", "digits-2-4", "digits-channels"} <= set(found)
+    for name, about in found.items():
+        assert about and read_recipe(name).prune
+    listed = cli("recipes")
+    assert listed.returncode == 0 and all(n in listed.stdout for n in found)
+    assert (
+        cli("recipes", "digits-sparse").stdout == (Path(sw.__file__).parent / "recipes/digits-sparse.yaml").read_text()
+    )
+
+
+def test_images_by_class_in_a_folder(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for label, colour in enumerate(("red", "blue")):
+        (tmp_path / "data" / colour).mkdir(parents=True)
+        for i in range(20):
+            Image.new("RGB", (12, 10), (200 - i if label == 0 else i, 0, 200 - i if label else i)).save(
+                tmp_path / "data" / colour / f"{i}.png"
+            )
+    chosen = read_recipe(
+        recipe(
+            tmp_path,
+            model="tests.test_runs:colour_net",
+            data={"name": f"folder:{tmp_path / 'data'}", "size": 16, "batch": 8},
+            prune=[{"channels": 0.5}],
+            train={"epochs": 6, "lr": 0.05},
+        )
+    )
+    results = start_run(chosen, tmp_path / "run")
+    assert results["seeds"][0]["steps"][0]["recovered"]["test"] == 1.0
+    (tmp_path / "data" / "red" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(sw.SapwoodError, match="could not be read as an image"):
+        start_run(chosen, tmp_path / "again")
+
+
+def colour_net() -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    )
+
+
+def own_loaders() -> dict[str, Any]:
+    import torch
+
+    x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    batches = [(x[:32], (x[:32].mean((1, 2, 3)) > 0).long()), (x[32:], (x[32:].mean((1, 2, 3)) > 0).long())]
+    return {"train": batches, "validation": batches, "test": batches, "example": x[:2]}
+
+
+def test_loaders_of_ones_own(tmp_path: Path) -> None:
+    path = recipe(tmp_path, data="tests.test_runs:own_loaders", prune=[{"sparsity": 0.5}])
+    assert start_run(read_recipe(path), tmp_path / "run")["seeds"][0]["steps"][0]["sparsity"] == pytest.approx(
+        0.5, abs=0.01
+    )
+
+
+def test_cifar10_in_both_forms(tmp_path: Path) -> None:
+    import numpy as np
+
+    from sapwood.pipeline.data import load_data
+
+    dice = np.random.default_rng(0)
+    for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]:
+        raw = dice.integers(0, 256, (20, 3073), dtype=np.uint8)
+        raw[:, 0] %= 10
+        (tmp_path / name).write_bytes(raw.tobytes())
+    data = load_data(f"cifar10:{tmp_path}", batch=16)
+    x, y = next(iter(data.train))
+    assert x.shape == (16, 3, 32, 32) and y.shape == (16,) and len(data.train.dataset) == 90
+    assert len(data.validation.dataset) == 10 and len(data.test.dataset) == 20
+    real = Path(__file__).parents[2] / "shared/data/cifar10"
+    if real.is_dir() and os.environ.get("SAPWOOD_LONG"):
+        assert len(load_data(f"cifar10:{real}").test.dataset) == 10_000
