@@ -3,7 +3,8 @@
     python -m benchmarks.masks [--out FILE] [--parameters 1.1e9]
 
 Enforcement: training steps of one model with and without the hook of ``sw.hold`` take turns in one run (order
-shuffled); the cost is the median of the round-by-round ratio. Ranking: ``sw.mask_`` at 90%, global, on a stack of linear
+shuffled); the cost is the median of the round-by-round ratio.
+Ranking: ``sw.mask_`` at 90%, global, on a stack of linear
 layers, in a process of its own; memory is the peak resident size over that of the weights.
 """
 
