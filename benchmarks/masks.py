@@ -3,9 +3,9 @@
     python -m benchmarks.masks [--out FILE] [--parameters 1.1e9]
 
 Enforcement: training steps of one model with and without the hook of ``sw.hold`` take turns in one run (order
-shuffled); the cost is the median of the round-by-round ratio.
-Ranking: ``sw.mask_`` at 90%, global, on a stack of linear
-layers, in a process of its own; memory is the peak resident size over that of the weights.
+shuffled); the cost is the median of the round-by-round ratio. Batches are of 16 on a CPU and of 256 on a GPU.
+Ranking: ``sw.mask_`` at 90%, global, on a stack of linear layers, in a process of its own; memory is the peak
+resident size over that of the weights.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ import sapwood as sw
 from sapwood.measurement import take_turns
 
 
-def resnet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def resnet(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     try:
         from tests.zoo.torchvision_models import import_torchvision
 
         models = import_torchvision().models
     except ImportError:
         from torchvision import models
-    return models.resnet18(), torch.randn(16, 3, 96, 96), torch.randint(0, 1000, (16,))
+    return models.resnet18(), torch.randn(batch, 3, 96, 96), torch.randint(0, 1000, (batch,))
 
 
-def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def transformer(batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
     model = nn.Sequential(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Flatten(), nn.LazyLinear(10))
-    x = torch.randn(16, 64, 256)
+    x = torch.randn(batch, 64, 256)
     model(x)
-    return model, x, torch.randint(0, 10, (16,))
+    return model, x, torch.randint(0, 10, (batch,))
 
 
 def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -60,7 +60,7 @@ def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: torch.op
 
 def enforcement(name: str, make: Callable[[], Any], kind: str, seconds: float, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, x, y = make()
+    model, x, y = make(256 if device == "cuda" else 16)
     x, y = x.to(device), y.to(device)
     model = sw.mask(model.to(device), sw.Budget(sparsity=0.9))
     parameters = model.parameters()
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    makers = {"ResNet-18, 16 x 96 x 96": resnet, "transformer, 16 x 64 x 256": transformer}
+    makers = {"ResNet-18, 96 x 96": resnet, "transformer, 64 x 256": transformer}
     steps = [
         enforcement(name, make, kind, options.seconds, options.device)
         for name, make in makers.items()

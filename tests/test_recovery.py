@@ -129,6 +129,12 @@ def test_rates() -> None:
     assert Rate("finetune").at(0.0) == Rate("finetune").at(0.9) == 0.01
 
 
+def test_the_last_mark_is_the_end(trained: nn.Module) -> None:
+    loader, x, y = blobs()  # 8 steps an epoch, of which a fifth of 3 epochs takes 4.8
+    done = sw.recover(copy.deepcopy(trained), loader, lr=0.01, original_epochs=3, validate=lambda m: accuracy(m, x, y))
+    assert [round(8 * p.epochs) for p in done.curve] == [0, 2, 3, 5]
+
+
 def test_schedules() -> None:
     assert Schedule().kept(0.1) == [0.1]
     assert Schedule("iterative", 3).kept(0.125) == pytest.approx([0.5, 0.25, 0.125])

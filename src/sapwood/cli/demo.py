@@ -29,18 +29,19 @@ def demo(
         raise explain("at least one seed", repr(seeds), "The default is 3.", "--seeds")
     start = time.perf_counter()
     console = Console()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     if not as_json:
         console.print(
             f"A small CNN on scikit-learn's digits (8 x 8 pixels): {EPOCHS} epochs of training, then three ways of "
             f"pruning, each\nfine-tuned for {FRACTION:.0%} of those epochs. {seeds} seed{'s' * (seeds > 1)}, "
-            f"{torch.get_num_threads()} CPU threads.",
+            f"{where}.",
             highlight=False,
         )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as bars:
         rows = run_demo(range(seeds), _follow(bars))
     if as_json:
-        about = environment(torch.device("cpu"))
+        about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         show({"rows": [dataclasses.asdict(r) for r in rows], "environment": about}, True, "")
         return
     console.print(_table(rows, seeds))

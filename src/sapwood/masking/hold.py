@@ -30,13 +30,17 @@ class Hold:
 
     def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None) -> None:
         self.held = held
+        self._bits: list[tuple[int, torch.Tensor]] = [(0, kept) for _, kept in held]
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
 
     @torch.no_grad()
     def apply(self) -> None:
-        for weight, kept in self.held:
-            local = _local(weight)  # by bits: several times faster than masked_fill_, and nan is cleared, too
-            local.view(_BITS[local.element_size()]).bitwise_and_(kept)
+        for index, (weight, kept) in enumerate(self.held):
+            place, bits = self._bits[index]
+            if not place or weight.data_ptr() != place:  # moved since, or sharded
+                bits = _as_bits(_local(weight))
+                self._bits[index] = (0 if hasattr(weight, "to_local") else weight.data_ptr(), bits)
+            bits.bitwise_and_(kept)
 
     @property
     def zeros(self) -> int:
@@ -101,6 +105,11 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS[:3]:
         name = name.replace(wrapper, "")
     return name.removeprefix(_WRAPPERS[3])
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: clearing bits is much faster than masked_fill_, and clears nan, too."""
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

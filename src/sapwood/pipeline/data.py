@@ -54,9 +54,11 @@ def accuracy(model: nn.Module, loader: Any) -> float:
     try:
         model.eval()
         for batch in loader:
-            inputs = inputs_of(batch)
+            inputs = to_device(inputs_of(batch), device)
             labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-            output = model(**_to(inputs, device)) if isinstance(inputs, dict) else model(_to(inputs, device))
+            output = (
+                model(**to_device(inputs, device)) if isinstance(inputs, dict) else model(to_device(inputs, device))
+            )
             right += int((logits_of(output).argmax(-1).cpu() == labels.cpu()).sum())
             seen += labels.numel()
     finally:
@@ -259,7 +261,8 @@ def _own(module: str, name: str) -> Data:
     return made
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors, also in dicts, on a device."""
     if isinstance(value, dict):
-        return {k: _to(v, device) for k, v in value.items()}
+        return {k: to_device(v, device) for k, v in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value

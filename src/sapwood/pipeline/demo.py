@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sapwood.measurement import Timing, count, take_turns
-from sapwood.pipeline.data import Data, load_data
+from sapwood.pipeline.data import Data, load_data, to_device
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.shrink import Shrunk, prune_and_recover
 from sapwood.recovery.recover import recover
@@ -73,12 +73,13 @@ def run_demo(seeds: Sequence[int], tell: Tell, seconds: float = 4.0, epochs: int
     models = {"dense": model, **{name: done[-1].model for name, done in found.items()}}
     timings = _clock(models, data, seconds, tell)
     shares = {name: [f"{p.share:.0%}" for p in done[-1].curve] for name, done in found.items()}
-    rows = [Row("dense", {}, _over(dense), {}, count(model, data.example), _size(model, None), timings["dense"])]
+    example = to_device(data.example, next(model.parameters()).device)
+    rows = [Row("dense", {}, _over(dense), {}, count(model, example), _size(model, None), timings["dense"])]
     for name, runs in found.items():
         by_point = list(zip(*curves[name], strict=True))
         curve = {share: _over(values) for share, values in zip(shares[name], by_point, strict=True)}
         pruned = runs[-1]
-        counts, size = count(pruned.model, data.example), _size(pruned.model, pruned)
+        counts, size = count(pruned.model, example), _size(pruned.model, pruned)
         rows.append(Row(name, curve["0%"], list(curve.values())[-1], curve, counts, size, timings[name]))
     return rows
 
@@ -103,7 +104,8 @@ def _over(values: Sequence[float]) -> dict[str, float]:
 
 def _clock(models: dict[str, nn.Module], data: Data, seconds: float, tell: Tell) -> dict[str, Timing]:
     tell("measuring latency, variants taking turns", 0, 1)
-    batch = torch.cat([x for x, _ in data.test])[:256]
+    device = next(models["dense"].parameters()).device
+    batch = torch.cat([x for x, _ in data.test])[:256].to(device)
     for model in models.values():
         model.eval()
     with torch.inference_mode():

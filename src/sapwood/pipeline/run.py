@@ -25,7 +25,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count, take_turns
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
-from sapwood.pipeline.data import Data, load_data
+from sapwood.pipeline.data import Data, load_data, to_device
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
 from sapwood.pipeline.shrink import EMPTY, Pruner, phases_of
@@ -63,7 +63,7 @@ def resume_run(folder: Path, report: Report | None = None) -> dict[str, Any]:
 
 
 def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
-    with _alone(folder):
+    with _alone(folder), _repeatable(_device(recipe)):
         log = _Log(folder / EVENTS, report)
         log({"event": "start", "recipe": recipe.name, "device": str(_device(recipe)), "pid": os.getpid()})
         data = load_data(recipe.data.name, recipe.data.batch, recipe.data.size, recipe.data.workers)
@@ -74,7 +74,7 @@ def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
             "summary": summary([figures for figures, _, _ in done]),
         }
         _, dense, pruned = done[-1]
-        results["measured"] = _measured(dense, pruned, data, folder)
+        results["measured"] = _measured(dense, pruned, data, folder, _device(recipe))
         results["environment"] = environment(_device(recipe))
         log({"event": "done", "summary": results["summary"]})
         write_text(folder / RESULTS, json.dumps(results, indent=1))
@@ -125,7 +125,7 @@ class _Seed:
 
     def _dense_figures(self) -> dict[str, Any]:
         dense = self._dense()
-        known = {**self._scores(dense), **count(dense, _on(self.data.example, self.device))}
+        known = {**self._scores(dense), **count(dense, to_device(self.data.example, self.device))}
         figures = {"seed": self.seed, "dense": known, "steps": []}
         self._save("step-0", dense, EMPTY, figures)
         self.log({"event": "trained", **figures})
@@ -151,7 +151,7 @@ class _Seed:
         step = part.step()
         pruner = Pruner(self.data.example, plan)
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
-        targets = step.targets(rebuilt, _on(self.data.example, self.device))
+        targets = step.targets(rebuilt, to_device(self.data.example, self.device))
         loop = Loop(
             model,
             self.data.train,
@@ -221,7 +221,7 @@ class _Seed:
             "recovered": {"validation": last.metric, "test": last.test},
             "curve": [vars(p) for p in session.curve],
             "sparsity": zeros.total,
-            **count(model, _on(self.data.example, self.device)),
+            **count(model, to_device(self.data.example, self.device)),
         }
 
     def _keep(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -301,6 +301,24 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """On a GPU, kernels that add in a fixed order, so that a resumed run ends as one that was never stopped."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (standard deviation) over the seeds, and what became of the accuracy."""
 
@@ -323,10 +341,10 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     return {"seeds": len(seeds), "dense": over(lambda s: s["dense"]["test"]), "steps": steps}
 
 
-def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path) -> dict[str, Any]:
+def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, device: torch.device) -> dict[str, Any]:
     """Latency of the last seed's models, taking turns, and the sizes of their files."""
-    models = {"dense": dense.cpu().eval(), "pruned": pruned.cpu().eval()}
-    example = data.example
+    models = {"dense": dense.to(device).eval(), "pruned": pruned.to(device).eval()}
+    example = to_device(data.example, device)
 
     def call(model: nn.Module) -> Callable[[], object]:
         return lambda: model(**example) if isinstance(example, dict) else model(example)
@@ -337,7 +355,7 @@ def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path) -> 
     return {
         "latency_ms": {n: {"median": t.median_ms, "spread": t.spread_ms, "rounds": t.rounds} for n, t in times.items()},
         "speedup": times["pruned"].speed,
-        "on": "cpu, eager, the example batch",
+        "on": f"{device.type}, eager, the example batch",
         "file_bytes": {
             "dense": (newest / "dense.safetensors").stat().st_size,
             "pruned": (newest / "pruned" / "model.safetensors").stat().st_size,
@@ -368,9 +386,3 @@ def _device(recipe: Recipe) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise explain("a CUDA device", "a machine without", "Set device: cpu.", "device")
     return device
-
-
-def _on(example: Any, device: torch.device) -> Any:
-    if isinstance(example, dict):
-        return {k: _on(v, device) for k, v in example.items()}
-    return example.to(device) if isinstance(example, torch.Tensor) else example

@@ -125,4 +125,8 @@ class Session:
 
 def steps_for(epochs: float, loop: Loop, rounds: int = 1) -> int:
     """Steps of the optimizer in so many epochs; at least one a round."""
-    return max(rounds, math.ceil(epochs * loop.steps_per_epoch - 1e-9))
+    return max(rounds, _ceil(epochs * loop.steps_per_epoch))
+
+
+def _ceil(steps: float) -> int:
+    return math.ceil(steps - 1e-9)

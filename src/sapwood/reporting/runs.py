@@ -45,9 +45,9 @@ def curve_table(steps: Mapping[str, Mapping[str, Mapping[str, float]]], dense: f
     table.add_column("")
     for share in shares:
         table.add_column(share, justify="right")
-    table.add_column("points below dense", justify="right")
+    table.add_column("against dense", justify="right")
     for name, curve in steps.items():
-        last = 100 * (dense - list(curve.values())[-1]["mean"])
+        last = 100 * (list(curve.values())[-1]["mean"] - dense)
         table.add_row(name, *(percent(curve[s], seeds) if s in curve else "" for s in shares), f"{last:+.1f}")
     return table
 
@@ -69,4 +69,5 @@ def claim(dense: float, after: float, recovered: float) -> str:
     fell = f"fell by {drop:.1f} points" if drop > 0.05 else "did not fall"
     usual = "less than" if drop < 5 else "more than" if drop > 15 else "as much as"
     back = "is back within 1 point" if left <= 1 else "is back within 2 points" if left <= 2 else "is NOT back within 2"
-    return f"{fell} ({usual} the usual 5-15) and after recovery {back} ({left:+.1f})"
+    where = "equal to dense" if abs(left) < 0.05 else f"{abs(left):.1f} {'below' if left > 0 else 'above'} dense"
+    return f"{fell} ({usual} the usual 5-15) and after recovery {back} ({where})"
