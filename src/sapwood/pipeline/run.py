@@ -31,6 +31,7 @@ from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
 from sapwood.pipeline.shrink import EMPTY, Pruner, phases_of
 from sapwood.recovery.loop import Loop
 from sapwood.recovery.session import MARKS, Phase, Session, steps_for
+from sapwood.scoring.data import inputs_of
 from sapwood.storage.atomic import write_text
 from sapwood.storage.bundle import save
 from sapwood.storage.tensors import write
@@ -344,7 +345,8 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, device: torch.device) -> dict[str, Any]:
     """Latency of the last seed's models, taking turns, and the sizes of their files."""
     models = {"dense": dense.to(device).eval(), "pruned": pruned.to(device).eval()}
-    example = to_device(data.example, device)
+    example = to_device(inputs_of(next(iter(data.test))), device)
+    size = len(next(iter(example.values())) if isinstance(example, dict) else example)
 
     def call(model: nn.Module) -> Callable[[], object]:
         return lambda: model(**example) if isinstance(example, dict) else model(example)
@@ -355,7 +357,7 @@ def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, dev
     return {
         "latency_ms": {n: {"median": t.median_ms, "spread": t.spread_ms, "rounds": t.rounds} for n, t in times.items()},
         "speedup": times["pruned"].speed,
-        "on": f"{device.type}, eager, the example batch",
+        "on": f"{device.type}, eager, a batch of {size}",
         "file_bytes": {
             "dense": (newest / "dense.safetensors").stat().st_size,
             "pruned": (newest / "pruned" / "model.safetensors").stat().st_size,

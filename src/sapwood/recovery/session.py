@@ -55,8 +55,7 @@ class Session:
         self.test = test
         self.original = original_epochs
         self.total = sum(p.steps for p in phases)
-        per_epoch = loop.steps_per_epoch
-        self.stops = {round(m * original_epochs * per_epoch) for m in marks if m >= 0}
+        self.stops = {_ceil(m * original_epochs * loop.steps_per_epoch) for m in marks if m >= 0}
         self.phase = self.step = self.number = 0
         self.curve: list[Point] = []
         self._losses: list[torch.Tensor] = []
