@@ -17,7 +17,7 @@ lint: .venv/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 demo: .venv/.installed
 	$(BIN)/python -m sapwood.cli.main demo

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 
 from tests.zoo.torchvision_models import import_torchvision
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 pytest.importorskip("PIL", reason="torchvision needs Pillow")
 
 
@@ -26,6 +30,34 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert type(space["again"]).__name__ == "ResNet"
 
 
-def test_linked_files_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parent.parent / target).exists(), target
+@pytest.mark.parametrize("name", ["training.md"])
+def test_examples_of_the_docs_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, space)
+
+
+def test_the_walk_through_works_as_written(tmp_path: Path) -> None:
+    """Every ``sapwood`` line of the walk-through, in its order, on a shorter training."""
+    text = (ROOT / "docs" / "walkthrough.md").read_text().replace("\\\n", " ")
+    lines = [line.partition("#")[0].strip() for line in re.findall(r"^sapwood .*$", text, flags=re.MULTILINE)]
+    assert len(lines) >= 8
+    for line in lines:
+        words = line.split()[1:]
+        if words[0] == "run":
+            words += ["--set", "train.epochs=2", "--set", "seeds=1"]
+        command = [sys.executable, "-m", "sapwood.cli.main", *words]
+        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{line}: {done.stderr[-1000:]}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/walkthrough.md", "docs/training.md"])
+def test_linked_files_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
