@@ -93,6 +93,59 @@ def test_compiled_recovery(trained: nn.Module) -> None:
     assert sw.sparsity(masked).total == pytest.approx(0.9, abs=1e-3)
 
 
+def test_nothing_is_left_on_the_model(trained: nn.Module) -> None:
+    loader, x, _ = blobs()
+    model = copy.deepcopy(trained).eval()
+    sw.recover(model, loader, lr=0.05, epochs=0.5, mixed_precision="bf16")
+    assert "forward" not in vars(model) and not any("accelerate" in k for k in vars(model))
+    model.eval()
+    fresh = net().eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), fresh(x)) and loader.sampler.generator is None
+
+
+def test_zeros_without_a_note_are_held(trained: nn.Module) -> None:
+    loader, _, _ = blobs()
+    model = net()
+    model.load_state_dict(sw.mask(trained, sw.Budget(sparsity=0.9)).state_dict())
+    nn.init.zeros_(model[7].weight)  # all zero: not masked, only not trained yet
+    zeros = [int((model[i].weight == 0).sum()) for i in (0, 3)]
+    sw.recover(model, loader, lr=0.05, epochs=1)
+    assert [int((model[i].weight == 0).sum()) for i in (0, 3)] == zeros and model[7].weight.any()
+
+
+@pytest.mark.parametrize("make", [list, lambda b: DataLoader(b, batch_size=None)])
+def test_the_last_batches_of_an_epoch_make_a_step(trained: nn.Module, make: Any) -> None:
+    loader, _, _ = blobs(160)
+    batches = list(loader)
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    done = sw.recover(copy.deepcopy(trained), make(batches), lr=0.01, epochs=2, accumulate=2, loss=loss)
+    assert len(seen) == 10 and done.curve[-1].epochs == 2
+
+
+def test_accumulating_equals_one_large_batch() -> None:
+    x, y = torch.randn(24, 6), torch.randint(0, 3, (24,))
+    whole, parts = nn.Linear(6, 3), nn.Linear(6, 3)
+    parts.load_state_dict(whole.state_dict())
+    sw.recover(whole, [(x, y)] * 3, lr=0.1, epochs=1)
+    sw.recover(
+        parts, [(a, b) for _ in range(3) for a, b in zip(x.chunk(4), y.chunk(4))], lr=0.1, epochs=1, accumulate=4
+    )
+    assert torch.allclose(whole.weight, parts.weight, atol=1e-6)
+
+
+def test_the_teacher_keeps_its_mode(trained: nn.Module) -> None:
+    loader, _, _ = blobs(64)
+    teacher = copy.deepcopy(trained).train()
+    sw.recover(copy.deepcopy(trained), loader, lr=0.01, epochs=1, teacher=teacher)
+    assert teacher.training
+
+
 def test_the_same_seed_gives_the_same_weights(trained: nn.Module) -> None:
     def run(seed: int) -> dict[str, torch.Tensor]:
         loader, _, _ = blobs()
@@ -219,6 +272,12 @@ def shrunk(model: nn.Module, loader: Any, *args: Any, **options: Any) -> sw.Shru
         (lambda m, d: sw.recover(m, d, lr=0.1, epochs=1, optimizer="lion"), "sgd, adamw"),
         (lambda m, d: sw.recover(m, d, lr=0.1, epochs=1, mixed_precision="int8"), "bf16"),
         (lambda m, d: sw.recover(m, [{"x": 1}], lr=0.1, epochs=1), "labels|unexpected keyword"),
+        (lambda m, d: sw.recover(3, d, lr=0.1, epochs=1), "torch.nn.Module"),
+        (lambda m, d: sw.recover(m, d, lr=0.1, epochs="3"), "number of epochs"),
+        (lambda m, d: sw.recover(m, d, lr=0.1, epochs=1, clip=0), "a norm above 0"),
+        (lambda m, d: sw.recover(m, d, lr=0.1, epochs=1, loss=lambda m, b: None), "one number with a gradient"),
+        (lambda m, d: sw.recover(m.to("meta"), d, lr=0.1, epochs=1), "meta device"),
+        (lambda m, d: sw.recover(m, d, lr=0.1, epochs=1, teacher=nn.Flatten()), "same shape"),
         (lambda m, d: sw.recover(m.requires_grad_(False), d, lr=0.1, epochs=1), "require gradients"),
         (
             lambda m, d: shrunk(m, d, pattern="2:4", schedule="cubic", rounds=3),

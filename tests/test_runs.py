@@ -221,7 +221,19 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "seeds": ({"seeds": [1, 1]}, [], "different whole numbers"),
     "set": ({}, ["--set", "train.epochs"], "key=value"),
     "set a list": ({}, ["--set", "prune.7.sparsity=0.5"], "count from 0"),
-    "device": ({"device": "cuda:77"}, [], "CUDA|cuda"),
+    "device": ({"device": "cuda:77"}, [], "auto, cpu or cuda"),
+    "no epochs": ({"train": {"epochs": 0}}, [], "above 0"),
+    "endless epochs": ({}, ["--set", "train.epochs=.inf"], "above 0"),
+    "no batch": ({}, ["--set", "data.batch=0"], "at least 1"),
+    "arguments": ({}, ["--set", "model.arguments=[1]"], "names and values"),
+    "huge seed": ({"seeds": [99999999999999]}, [], "whole numbers"),
+    "score": ({"prune": [{"sparsity": 0.5, "score": "l1"}]}, [], "magnitude"),
+    "scope": ({"prune": [{"sparsity": 0.5, "scope": "layer"}]}, [], "global, local, row"),
+    "ignore": ({"prune": [{"sparsity": 0.5, "ignore": "head"}]}, [], "a list of names"),
+    "round_to": ({"prune": [{"channels": 0.5, "round_to": 0}]}, [], "at least 1"),
+    "share": ({"recover": {"share": 0}}, [], "at most 1"),
+    "own data raises": ({"data": "tests.test_runs:raising"}, [], "on purpose"),
+    "name": ({"name": "../evil"}, [], "a name of letters"),
 }
 
 
@@ -241,6 +253,49 @@ def test_a_wrong_recipe_is_one_clear_line(name: str, tmp_path: Path, capsys: pyt
     assert error.value.code == 2
     told = capsys.readouterr().err
     assert any(w in told for w in words.split("|")) and told.count("\n") == 1, told
+
+
+def raising() -> None:
+    raise ValueError("on purpose")
+
+
+def test_yaml_as_people_mean_it(tmp_path: Path) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text(
+        "model: sapwood.pipeline.models:SmallCNN\ndata: digits\ntrain:\nprune: {pattern: 2:4}\nrecover: {lr: 1e-3}\n"
+    )
+    found = read_recipe(path, ["train.lr=5e-2", "prune.0.scope=local"])
+    assert found.prune[0].pattern == "2:4" and found.prune[0].scope == "local"
+    assert found.recover.lr == 1e-3 and found.train.lr == 0.05 and found.train.epochs == 20
+    path.write_text("model: a:b\ndata: digits\ndata: digits\nprune: {sparsity: 0.5}\n")
+    with pytest.raises(sw.SapwoodError, match="comes twice"):
+        read_recipe(path)
+
+
+def test_nothing_in_arguments_is_lost(tmp_path: Path) -> None:
+    model = {"name": "sapwood.pipeline.models:SmallCNN", "arguments": {"width": None}}
+    first = read_recipe(recipe(tmp_path, model=model, prune=[{"sparsity": 0.5}]))
+    (tmp_path / "again.yaml").write_text(first.to_yaml())
+    assert read_recipe(tmp_path / "again.yaml") == first and first.model.arguments == {"width": None}
+
+
+def test_a_changed_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start_run(read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}])), folder)
+    (folder / "results.json").unlink()
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("sparsity: 0.5", "sparsity: 0.9"))
+    with pytest.raises(sw.SapwoodError, match="was changed"):
+        resume_run(folder)
+    (folder / "recipe.yaml").write_text(text)
+    assert resume_run(folder)["seeds"][0]["steps"][0]["sparsity"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("score", ["wanda", "taylor"])
+def test_scores_that_look_at_data(score: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path, prune=[{"sparsity": 0.5, "score": score, "schedule": "cubic", "rounds": 2}])
+    results = start_run(read_recipe(path), tmp_path / "run")
+    assert results["seeds"][0]["steps"][0]["sparsity"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_missing_and_odd_files(tmp_path: Path) -> None:
@@ -323,6 +378,36 @@ def own_loaders() -> dict[str, Any]:
     x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     batches = [(x[:32], (x[:32].mean((1, 2, 3)) > 0).long()), (x[32:], (x[32:].mean((1, 2, 3)) > 0).long())]
     return {"train": batches, "validation": batches, "test": batches, "example": x[:2]}
+
+
+def shaky_loaders() -> dict[str, Any]:
+    """Loaders with a generator of their own, and noise from Python's."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    def shaken(items: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(items)
+        return x + random.random(), y
+
+    made = own_loaders()
+    items = [(x, y) for xs, ys in made["train"] for x, y in zip(xs, ys, strict=True)]
+    made["train"] = DataLoader(items, 8, shuffle=True, generator=torch.Generator().manual_seed(3), collate_fn=shaken)
+    return made
+
+
+def test_loaders_with_dice_of_their_own_resume_the_same(tmp_path: Path) -> None:
+    chosen = read_recipe(recipe(tmp_path, data="tests.test_runs:shaky_loaders", prune=[{"sparsity": 0.5}]))
+    whole = start_run(chosen, tmp_path / "whole")
+    seen = []
+
+    def stop(event: dict[str, Any]) -> None:
+        seen.append(event["event"])
+        if seen.count("epoch") == 3 and event["event"] == "epoch":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_run(chosen, tmp_path / "stopped", stop)
+    assert lasting(resume_run(tmp_path / "stopped")) == lasting(whole)
 
 
 def test_loaders_of_ones_own(tmp_path: Path) -> None:

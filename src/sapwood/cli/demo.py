@@ -16,7 +16,7 @@ from rich.table import Table
 from sapwood.cli.common import show
 from sapwood.errors import explain
 from sapwood.pipeline.demo import EPOCHS, FRACTION, Row, Tell, run_demo
-from sapwood.pipeline.run import environment
+from sapwood.pipeline.figures import environment
 from sapwood.reporting.runs import claim, curve_table, percent
 
 
@@ -44,11 +44,8 @@ def demo(
         about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         show({"rows": [dataclasses.asdict(r) for r in rows], "environment": about}, True, "")
         return
-    console.print(_table(rows, seeds))
-    dense = rows[0].recovered["mean"]
-    console.print(curve_table({r.name: r.curve for r in rows[1:]}, dense, seeds))
-    console.print(_words(rows), highlight=False)
-    console.print(f"Took {time.perf_counter() - start:.0f} s.", highlight=False)
+    curves = curve_table({r.name: r.curve for r in rows[1:]}, rows[0].recovered["mean"], seeds)
+    show({}, False, _table(rows, seeds), curves, _words(rows), f"Took {time.perf_counter() - start:.0f} s.")
 
 
 def _follow(bars: Progress) -> Tell:

@@ -75,23 +75,21 @@ def _follow(bars: Progress, console: Console, quiet: bool) -> Report:
 
 
 def _show(results: dict[str, Any], folder: Path, as_json: bool) -> None:
-    if as_json:
-        show({**results, "folder": str(folder)}, True, "")
-        return
-    console = Console()
-    console.print(run_table(results))
     summary, measured = results["summary"], results["measured"]
     names = [wanted(s["prune"]) for s in results["seeds"][0]["steps"]]
     curves = {n: s["curve"] for n, s in zip(names, summary["steps"], strict=True)}
-    console.print(curve_table(curves, summary["dense"]["mean"], summary["seeds"]))
+    words = []
     for name, step in zip(names, summary["steps"], strict=True):
-        words = claim(summary["dense"]["mean"], step["after_pruning"]["mean"], step["recovered"]["mean"])
-        console.print(f"{name}: accuracy {words}.", highlight=False)
+        became = claim(summary["dense"]["mean"], step["after_pruning"]["mean"], step["recovered"]["mean"])
+        words.append(f"{name}: accuracy {became}.")
     times, sizes = measured["latency_ms"], measured["file_bytes"]
-    console.print(
+    words.append(
         f"Latency ({measured['on']}): dense {times['dense']['median']:.2f} ms, "
         f"pruned {times['pruned']['median']:.2f} ms, {measured['speedup']:.2f} times the speed. "
-        f"File: {sizes['dense']:,} -> {sizes['pruned']:,} bytes.\n"
-        f"Everything is in {folder}: results.json, events.jsonl, recipe.yaml, and a bundle per seed (seed-*/pruned).",
-        highlight=False,
+        f"File: {sizes['dense']:,} -> {sizes['pruned']:,} bytes."
     )
+    words.append(
+        f"Everything is in {folder}: results.json, events.jsonl, recipe.yaml, a bundle per seed (seed-*/pruned)."
+    )
+    curve = curve_table(curves, summary["dense"]["mean"], summary["seeds"])
+    show({**results, "folder": str(folder)}, as_json, run_table(results), curve, *words)

@@ -16,7 +16,7 @@ from sapwood.capture.skeleton import unwrap
 from sapwood.errors import explain
 from sapwood.masking.targets import MARK, maskable
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 Held = tuple[torch.Tensor, torch.Tensor]
@@ -37,7 +37,7 @@ class Hold:
     def apply(self) -> None:
         for index, (weight, kept) in enumerate(self.held):
             place, bits = self._bits[index]
-            if not place or weight.data_ptr() != place:  # moved since, or sharded
+            if not place or weight.data_ptr() != place or bits.stride() != weight.stride():  # moved, or sharded
                 bits = _as_bits(_local(weight))
                 self._bits[index] = (0 if hasattr(weight, "to_local") else weight.data_ptr(), bits)
             bits.bitwise_and_(kept)
@@ -59,8 +59,8 @@ class Hold:
 def hold(model: nn.Module, optimizer: Any = None) -> Hold:
     """Keep a masked model's zeros through training with this optimizer.
 
-    Which weights are held was noted by ``mask`` (and by ``load``); without a note, every maskable weight that has
-    zeros is. Call it after moving or sharding the model (FSDP), so that the zeros held are those trained.
+    Which weights are held was noted by ``mask`` (and by ``load``); without a note, every maskable weight that is
+    partly zero is. Call it after moving or sharding the model (FSDP), so that the zeros held are those trained.
     """
     if isinstance(model, torch.optim.Optimizer):
         raise explain("a model, then an optimizer", "an optimizer first", "sw.hold(model, optimizer)", "hold")
@@ -69,7 +69,9 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
         inner = inner.optimizer  # Accelerate and others wrap it
     if not (inner is None or isinstance(inner, torch.optim.Optimizer)):
         raise explain("a torch optimizer", type(optimizer).__name__, "sw.hold(model, optimizer)", "hold")
-    parameters = {plain_name(n): p for n, p in model.named_parameters()}
+    if not isinstance(model, nn.Module):
+        raise explain("a torch.nn.Module", type(model).__name__, "sw.hold(model, optimizer)", "hold")
+    parameters = {plain_name(n): p for n, p in unwrap(model).named_parameters()}
     noted = noted_masks(model)
     names = list(noted) if noted else [plain_name(n) for n in maskable(model)]
     held = []
@@ -77,7 +79,7 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
         if name not in parameters:
             raise explain(f"the masked weight {name!r}", "a model without", "Mask the model anew.", "hold")
         kept = (_local(parameters[name]) != 0).to(torch.int8).neg_()
-        if noted or not bool(kept.all()):
+        if noted or partly_zero(kept):
             held.append((parameters[name], kept))
     if not noted and not held:
         raise explain("a masked model", "one without zeros", "Call sw.mask first.", "hold")
@@ -93,6 +95,11 @@ def noted_masks(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def partly_zero(values: torch.Tensor) -> bool:
+    """Zeros and others: a weight that is all zero was never trained rather than masked."""
+    return bool(values.any()) and not bool(values.all())
+
+
 def note_masks(model: nn.Module, masks: Mapping[str, str]) -> None:
     """Note on a model which of its weights are masked, in place of what was noted before."""
     vars(model).pop(MARK, None)
@@ -102,9 +109,9 @@ def note_masks(model: nn.Module, masks: Mapping[str, str]) -> None:
 
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers (compile, FSDP, checkpointing) put into it."""
-    for wrapper in _WRAPPERS[:3]:
+    for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix(_WRAPPERS[3])
+    return name
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

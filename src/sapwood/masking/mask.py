@@ -11,10 +11,10 @@ from torch import nn
 from sapwood.capture.skeleton import require_plain
 from sapwood.errors import explain
 from sapwood.masking.hold import note_masks, noted_masks, plain_name
-from sapwood.masking.patterns import Pattern, parse, zero_blocks, zero_nm
+from sapwood.masking.patterns import Pattern, parse, require_numbers, zero_blocks, zero_nm
 from sapwood.masking.select import smallest, zero_below
 from sapwood.masking.targets import input_dim, maskable
-from sapwood.scoring.data import Loss, default_loss, gradients, input_norms
+from sapwood.scoring.data import Loss, default_loss, gradients, input_norms, require_iterable
 from sapwood.scoring.elements import ElementScore, score_elements
 from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Plan
@@ -53,7 +53,7 @@ def mask_(
     share = _share(budget, kind)
     if scope not in SCOPES:
         raise explain(f"one of {', '.join(SCOPES)}", repr(scope), "For example scope='global'.", "scope")
-    weights = _targets(plain, kind, include, ignore)
+    weights = _targets(plain, kind, scope, include, ignore)
     scores = _scores(plain, weights, score, calibration, loss, seed)
     flat = {n: _laid_out(w) for n, w in weights.items()}
     parts = [list(flat)] if scope == "global" else [[n] for n in flat]
@@ -61,6 +61,9 @@ def mask_(
     def ranked(name: str) -> torch.Tensor:
         return flat[name].abs() if scores is None else scores[name]
 
+    if len(parts) > 1 or kind.is_nm or kind.is_block:
+        for name in flat:
+            require_numbers(ranked(name))  # of all, before anything changes
     if kind.is_nm:
         for name, tensor in flat.items():
             zero_nm(tensor, ranked(name), kind.kept, kind.of, input_dim(plain, name, tensor))
@@ -73,8 +76,12 @@ def mask_(
             rows, width = tensor.view(len(tensor), -1), tensor.numel() // len(tensor)
             zero_nm(rows, ranked(name).reshape(rows.shape), width - round(share * width), width, 1)
     else:
-        for names in parts:
-            _zero_smallest([flat[n] for n in names], None if scores is None else [scores[n] for n in names], share)
+        before = done = 0
+        for names in parts:  # rounded so that the total comes out, too
+            before += sum(flat[n].numel() for n in names)
+            count = round(share * before) - done
+            done += count
+            _zero_smallest([flat[n] for n in names], None if scores is None else [scores[n] for n in names], count)
     for name, weight in weights.items():
         if flat[name] is not weight.data:
             weight.data.copy_(flat[name])
@@ -82,10 +89,9 @@ def mask_(
     return model
 
 
-def _zero_smallest(weights: list[torch.Tensor], scores: list[torch.Tensor] | None, share: float) -> None:
+def _zero_smallest(weights: list[torch.Tensor], scores: list[torch.Tensor] | None, count: int) -> None:
     flat = [w.view(-1) for w in weights]
     sources = flat if scores is None else [s.reshape(-1) for s in scores]
-    count = _count(share, flat)
     if count:
         cutoff = smallest(sources, count, absolute=scores is None)
         for index, weight in enumerate(flat):
@@ -118,11 +124,15 @@ def _share(budget: Budget | None, kind: Pattern) -> float:
 
 
 def _targets(
-    model: nn.Module, kind: Pattern, include: Iterable[str], ignore: Iterable[str]
+    model: nn.Module, kind: Pattern, scope: str, include: Iterable[str], ignore: Iterable[str]
 ) -> Mapping[str, nn.Parameter]:
     weights = maskable(model, include, ignore)
     if any(w.is_meta for w in weights.values()):
         raise explain("weights with values", "weights on the meta device", "Load the weights first.", "mask")
+    flat = [n for n, w in weights.items() if w.dim() < 2]
+    if flat and (kind.is_block or scope == "row"):
+        got, remedy = f"{flat[0]!r}, which has {weights[flat[0]].dim()}", "Leave it out of include."
+        raise explain("weights of two or more dimensions for rows and blocks", got, remedy, "mask")
     if kind.is_nm:
         fits = {n: w for n, w in weights.items() if w.dim() > 1 and w.shape[input_dim(model, n, w)] % kind.of == 0}
         weights = fits  # others have no whole groups of neighbours, and hardware could not skip their zeros
@@ -148,6 +158,7 @@ def _scores(
     if score in ("wanda", "taylor"):
         if calibration is None:
             raise explain("calibration batches", "none", "Pass calibration=, an iterable of batches.", f"score={score}")
+        require_iterable(calibration)
         if score == "wanda":
             norms = input_norms(model, weights, calibration)
         else:

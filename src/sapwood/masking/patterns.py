@@ -108,9 +108,18 @@ def zero_blocks(
     everything = torch.cat([s.view(-1).cpu() for s in scores.values()])
     require_numbers(everything)
     order = everything.argsort(stable=True)
-    filled = torch.cat([s.view(-1).cpu() for s in sizes.values()])[order].cumsum(0)
+    each = torch.cat([s.view(-1).cpu() for s in sizes.values()])
+    filled = each[order].cumsum(0)
     gone = torch.zeros(len(everything), dtype=torch.bool)
     gone[order[filled <= count]] = True
+    room = count - (int(filled[filled <= count][-1]) if bool((filled <= count).any()) else 0)
+    for place in order[filled > count].tolist() if room >= int(each.min()) else ():  # smaller ones at the edges
+        if int(each[place]) <= room:
+            gone[place] = True
+            room -= int(each[place])
+    if count and not bool(gone.any()):
+        got = f"the smallest has {int(each.min())}"
+        raise explain(f"blocks of at most {count} weights", got, "Choose smaller blocks or more zeros.", "pattern")
     start = 0
     for name, weight in weights.items():
         shape = scores[name].shape

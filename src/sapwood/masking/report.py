@@ -32,8 +32,8 @@ class Sparsity:
 
 def sparsity(model: nn.Module) -> Sparsity:
     """Count the zeros (-0.0 is one) among the maskable weights, and those masked though not maskable by default."""
-    noted = noted_masks(model)
     weights = dict(maskable(model))
+    noted = noted_masks(model)
     for name, parameter in unwrap(model).named_parameters():
         if plain_name(name) in noted:
             weights.setdefault(name, parameter)

@@ -23,8 +23,10 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 @dataclass
 class Checkpoint:
-    """``stage`` says what was being done; ``position`` where in it; ``figures`` what is known so far."""
+    """``recipe`` is a digest of what the run does, ``stage`` what was being done, ``position`` where in it,
+    ``figures`` what is known so far."""
 
+    recipe: str
     stage: str
     plan: Plan
     weights: Mapping[str, torch.Tensor]
@@ -36,6 +38,7 @@ class Checkpoint:
 
 def write_checkpoint(
     path: Path,
+    recipe: str,
     stage: str,
     model: nn.Module,
     plan: Plan,
@@ -47,7 +50,7 @@ def write_checkpoint(
     tensors = {_MODEL + n: t for n, t in model.state_dict().items()}
     if optimizer is not None:
         tensors |= {_OPTIMIZER + n: t for n, t in optimizer_tensors(model, optimizer).items()}
-    state = {"stage": stage, "position": position, "figures": figures, "masks": noted_masks(model)}
+    state = {"recipe": recipe, "stage": stage, "position": position, "figures": figures, "masks": noted_masks(model)}
     record = describe(model, plan).to_json()
     write(path, {n: t.detach().cpu() for n, t in tensors.items()}, {"state": json.dumps(state), "plan": record})
 
@@ -62,6 +65,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         plan = read_record(reader.metadata["plan"], str(path)).plan()
         tensors = {n: reader.get(n).clone() for n in reader.shapes}
         return Checkpoint(
+            recipe=str(state["recipe"]),
             stage=str(state["stage"]),
             plan=plan,
             weights={n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)},

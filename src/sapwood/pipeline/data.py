@@ -235,7 +235,8 @@ def _files(base: Path, classes: list[str]) -> list[tuple[Path, int]]:
         if file.suffix.lower() in _IMAGES
     ]
     if not found:
-        raise explain(f"images ({', '.join(_IMAGES)})", "none", "Check the folder.", str(base))
+        wanted = f"images ({', '.join(_IMAGES)}) in folders named {', '.join(classes[:5])}"
+        raise explain(wanted, "none", "Check the folder.", str(base))
     return found
 
 
@@ -245,8 +246,9 @@ def _own(module: str, name: str) -> Data:
         sys.path.insert(0, "")
     try:
         made = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError) as error:
-        raise SapwoodError(f"data: expected {FORMS}; {module}:{name} failed: {error}. Check the spelling.") from None
+    except Exception as error:  # the user's code may raise anything
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise explain(FORMS, f"{module}:{name}, which raised {why}", "Check the function.", "data") from None
     if isinstance(made, Mapping):
         missing = {"train", "validation", "test", "example"} - set(made)
         odd = set(made) - set(Data.__dataclass_fields__)

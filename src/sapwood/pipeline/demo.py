@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 
 from sapwood.measurement import Timing, count, take_turns
 from sapwood.pipeline.data import Data, load_data, to_device
+from sapwood.pipeline.figures import over
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.shrink import Shrunk, prune_and_recover
 from sapwood.recovery.recover import recover
@@ -55,7 +55,6 @@ def run_demo(seeds: Sequence[int], tell: Tell, seconds: float = 4.0, epochs: int
         recover(model, data.train, lr=LR, epochs=epochs, seed=seed, on_step=_named(tell, f"seed {seed}: training"))
         dense.append(data.score(model, "test"))
         for name, how in VARIANTS.items():
-            tests: list[float] = []
             done = prune_and_recover(
                 model,
                 data.example,
@@ -64,42 +63,29 @@ def run_demo(seeds: Sequence[int], tell: Tell, seconds: float = 4.0, epochs: int
                 original_epochs=epochs,
                 fraction=FRACTION,
                 seed=seed,
-                validate=_watch(data, tests),
+                validate=lambda m: data.score(m, "validation"),
+                test=lambda m: data.score(m, "test"),
                 on_step=_named(tell, f"seed {seed}: {name}, recovering"),
                 **how,
             )
             found[name].append(done)
-            curves[name].append(tests)
+            curves[name].append([p.test or 0.0 for p in done.curve])
     models = {"dense": model, **{name: done[-1].model for name, done in found.items()}}
     timings = _clock(models, data, seconds, tell)
     shares = {name: [f"{p.share:.0%}" for p in done[-1].curve] for name, done in found.items()}
     example = to_device(data.example, next(model.parameters()).device)
-    rows = [Row("dense", {}, _over(dense), {}, count(model, example), _size(model, None), timings["dense"])]
+    rows = [Row("dense", {}, over(dense), {}, count(model, example), _size(model, None), timings["dense"])]
     for name, runs in found.items():
         by_point = list(zip(*curves[name], strict=True))
-        curve = {share: _over(values) for share, values in zip(shares[name], by_point, strict=True)}
+        curve = {share: over(values) for share, values in zip(shares[name], by_point, strict=True)}
         pruned = runs[-1]
         counts, size = count(pruned.model, example), _size(pruned.model, pruned)
         rows.append(Row(name, curve["0%"], list(curve.values())[-1], curve, counts, size, timings[name]))
     return rows
 
 
-def _watch(data: Data, tests: list[float]) -> Callable[[nn.Module], float]:
-    """Validation accuracy; the test accuracy is noted for the report, and nothing is chosen by it."""
-
-    def look(model: nn.Module) -> float:
-        tests.append(data.score(model, "test"))
-        return data.score(model, "validation")
-
-    return look
-
-
 def _named(tell: Tell, what: str) -> Callable[[int, int], None]:
     return lambda step, total: tell(what, step, total)
-
-
-def _over(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
 def _clock(models: dict[str, nn.Module], data: Data, seconds: float, tell: Tell) -> dict[str, Timing]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +14,13 @@ from typing import Any
 import yaml
 
 from sapwood.errors import SapwoodError, explain
+from sapwood.masking.mask import SCOPES
 from sapwood.pipeline.shrink import Step
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule
+from sapwood.scoring.elements import NAMES as ELEMENT_SCORES
+from sapwood.scoring.weights import NAMES as CHANNEL_SCORES
 from sapwood.types import Budget
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -103,6 +108,19 @@ class PrunePart:
         for key in sorted(set(chosen) - set(allowed)):
             kind = "zeros" if allowed is _MASKING else "channels"
             raise explain(f"one of {', '.join(allowed)} for {kind}", repr(key), "Leave it out.", "prune")
+        names = {
+            "scope": SCOPES,
+            "score": ELEMENT_SCORES if allowed is _MASKING else CHANNEL_SCORES,
+            "allocate": ("global", "uniform"),
+        }
+        for key, known in names.items():
+            if key in chosen and chosen[key] not in known:
+                raise explain(f"one of {', '.join(known)}", repr(chosen[key]), "Mend it.", f"prune, {key}")
+        for key in ("ignore", "include"):
+            if key in chosen and not (isinstance(chosen[key], list) and all(isinstance(n, str) for n in chosen[key])):
+                raise explain("a list of names", repr(chosen[key])[:60], f"{key}: [head]", f"prune, {key}")
+        if "round_to" in chosen and chosen["round_to"] < 1:
+            raise explain("a number of at least 1", repr(chosen["round_to"]), "For example 8.", "prune, round_to")
         return Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
 
 
@@ -123,8 +141,15 @@ class Recipe:
     def training(self, seed: int) -> Settings:
         part = self.train
         rate = Rate("rewind", part.anneal, part.warmup)
-        decay = part.weight_decay
-        return Settings(lr=part.lr, optimizer=part.optimizer, weight_decay=decay, rate=rate, seed=seed)
+        return Settings(
+            lr=part.lr,
+            optimizer=part.optimizer,
+            weight_decay=part.weight_decay,
+            rate=rate,
+            seed=seed,
+            cpu=self.device == "cpu",
+            repeatable=True,
+        )
 
     def recovery(self, seed: int, step: int) -> Settings:
         part = self.recover
@@ -139,7 +164,13 @@ class Recipe:
             channels_last=part.channels_last,
             compile=part.compile,
             seed=seed * 1009 + step + 1,
+            cpu=self.device == "cpu",
+            repeatable=True,
         )
+
+    def digest(self) -> str:
+        """Tells one recipe from another."""
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
         return str(yaml.safe_dump(_plain(dataclasses.asdict(self)), sort_keys=False))
@@ -151,7 +182,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     if not file.exists() and (SHIPPED / f"{path}.yaml").exists():
         file = SHIPPED / f"{path}.yaml"
     try:
-        body = yaml.safe_load(file.read_text())
+        body = _read_yaml(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())
         raise explain("a recipe file", f"{path} ({error})", f"Or one of those that ship: {names}.", "run") from None
@@ -167,17 +198,17 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 def shipped() -> dict[str, str]:
     """The recipes that come with Sapwood, and what each is about."""
-    return {f.stem: str(yaml.safe_load(f.read_text()).get("about", "")) for f in sorted(SHIPPED.glob("*.yaml"))}
+    return {f.stem: str(_read_yaml(f.read_text()).get("about", "")) for f in sorted(SHIPPED.glob("*.yaml"))}
 
 
 def _build(body: dict[str, Any], where: str) -> Recipe:
-    body = dict(body)
+    body = {k: v for k, v in body.items() if v is not None}
     for key in ("model", "data"):
         if isinstance(body.get(key), str):
             body[key] = {"name": body[key]}
     if isinstance(body.get("prune"), dict):
         body["prune"] = [body["prune"]]
-    if isinstance(body.get("seeds"), int):
+    if type(body.get("seeds")) is int:
         body["seeds"] = list(range(body["seeds"]))
     missing = [k for k in ("model", "data", "prune") if not body.get(k)]
     if missing:
@@ -190,18 +221,41 @@ def _build(body: dict[str, Any], where: str) -> Recipe:
         raise explain("a list of steps", type(body["prune"]).__name__, "prune: [{sparsity: 0.9}]", f"{where}, prune")
     body["prune"] = tuple(_part(PrunePart, p, f"{where}, prune.{i}") for i, p in enumerate(body["prune"]))
     seeds = body.get("seeds", [0])
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds) or len({*seeds}) < len(seeds):
+    good = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s < 2**31 for s in seeds)
+    if not good or len({*seeds}) < len(seeds):
         raise explain("a list of different whole numbers", repr(seeds), "seeds: [0, 1, 2]", f"{where}, seeds")
     body["seeds"] = tuple(seeds)
     recipe: Recipe = _part(Recipe, body, where)
+    _require_sense(recipe, where)
+    return recipe
+
+
+def _require_sense(recipe: Recipe, where: str) -> None:
+    """Say what is wrong with it now, not after an hour of training."""
     for part in recipe.prune:
-        part.step()  # says what is wrong with it now, not after an hour of training
+        part.step()
     recipe.training(0)
     recipe.recovery(0, 0)
-    if not 0 < recipe.recover.fraction <= 1:
-        got = repr(recipe.recover.fraction)
-        raise explain("a fraction above 0 and at most 1", got, "The default is 0.2.", f"{where}, recover.fraction")
-    return recipe
+    data, train, recover = recipe.data, recipe.train, recipe.recover
+    limits = {
+        "data.batch": (data.batch, data.batch >= 1, "at least 1"),
+        "data.workers": (data.workers, data.workers >= 0, "at least 0"),
+        "data.size": (data.size, data.size is None or data.size >= 1, "at least 1"),
+        "train.epochs": (train.epochs, 0 < train.epochs < 1e6, "above 0"),
+        "recover.fraction": (recover.fraction, 0 < recover.fraction <= 1, "above 0 and at most 1"),
+        "recover.share": (recover.share, 0 < recover.share <= 1, "above 0 and at most 1"),
+        "recover.temperature": (recover.temperature, 0 < recover.temperature < 1e6, "above 0"),
+    }
+    for key, (value, good, wanted) in limits.items():
+        if not good:
+            raise explain(f"a number {wanted}", repr(value), "Mend the recipe.", f"{where}, {key}")
+    if not isinstance(recipe.model.arguments, Mapping):
+        got = repr(recipe.model.arguments)[:60]
+        raise explain("names and values", got, "model: {name: ..., arguments: {num_classes: 10}}", f"{where}, model")
+    if recipe.device not in ("auto", "cpu", "cuda"):
+        raise explain("auto, cpu or cuda", repr(recipe.device), "Mend the recipe.", f"{where}, device")
+    if not re.fullmatch(r"[\w.+ -]{1,80}", recipe.name) or recipe.name.startswith("."):
+        raise explain("a name of letters, digits, - and _", repr(recipe.name), "Mend it.", f"{where}, name")
 
 
 def _part(kind: Any, body: Any, where: str) -> Any:
@@ -240,9 +294,11 @@ def _change(body: dict[str, Any], change: str) -> None:
         raise explain("key=value", repr(change), "For example --set train.epochs=3.", "--set")
     *parents, last = path.split(".")
     try:
-        value = yaml.safe_load(text)
+        value = _read_yaml(text)
     except yaml.YAMLError:
         raise explain("a value", repr(text), "For example --set train.epochs=3.", "--set") from None
+    if isinstance(body.get("prune"), dict):
+        body["prune"] = [body["prune"]]
     place: Any = body
     for part in parents:
         if isinstance(place, list):
@@ -253,7 +309,9 @@ def _change(body: dict[str, Any], change: str) -> None:
             continue
         if isinstance(place.get(part), str) and part in ("model", "data"):
             place[part] = {"name": place[part]}
-        place = place.setdefault(part, {})
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
         if not isinstance(place, (dict, list)):
             raise explain("keys", f"{part!r} is a value", "Check the path.", f"--set {change}")
     if isinstance(place, list):
@@ -261,8 +319,34 @@ def _change(body: dict[str, Any], change: str) -> None:
     place[last] = value
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML as people mean it: 2:4 is a text, 1e-3 is a number, and no key comes twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} comes twice")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in entries if tag not in _NUMBERS]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_NUMBERS[0], re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.\d*|\.\d+|\d[\d_]*)([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def _plain(value: Any) -> Any:
     """Without what is not said, so that it reads like a recipe."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items() if v is not None}
+        return {k: v if k == "arguments" else _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import os
-import platform
-import statistics
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,23 @@ from torch import nn
 
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
-from sapwood.measurement import count, take_turns
+from sapwood.measurement import count
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
 from sapwood.pipeline.data import Data, load_data, to_device
+from sapwood.pipeline.figures import environment, measured, summary
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
-from sapwood.pipeline.shrink import EMPTY, Pruner, phases_of
+from sapwood.pipeline.shrink import EMPTY, Pruner, Step, phases_of
 from sapwood.recovery.loop import Loop
+from sapwood.recovery.recover import require_batches
 from sapwood.recovery.session import MARKS, Phase, Session, steps_for
-from sapwood.scoring.data import inputs_of
 from sapwood.storage.atomic import write_text
 from sapwood.storage.bundle import save
 from sapwood.storage.tensors import write
 from sapwood.surgery.cut import cut
 from sapwood.types import Plan
-from sapwood.version import __version__
 
+CALIBRATION = 8
 RECIPE, EVENTS, RESULTS = "recipe.yaml", "events.jsonl", "results.json"
 Report = Callable[[dict[str, Any]], None]
 """Told what happens: an event as a dict; progress within an epoch as {"event": "step", ...}."""
@@ -46,6 +47,8 @@ Report = Callable[[dict[str, Any]], None]
 
 def start_run(recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
     """Run a recipe in a new folder."""
+    if folder.exists() and not folder.is_dir():
+        raise explain("a folder", "a file", "Choose another with --out.", str(folder))
     if folder.exists() and any(folder.iterdir()):
         remedy = f"Choose another with --out, or go on with: sapwood run --resume {folder}"
         raise explain("a new or empty folder", "one with files in it", remedy, str(folder))
@@ -58,8 +61,11 @@ def resume_run(folder: Path, report: Report | None = None) -> dict[str, Any]:
     if not (folder / RECIPE).exists():
         raise explain(f"a run folder with {RECIPE}", "none", "Start one with: sapwood run RECIPE.yaml", str(folder))
     if (folder / RESULTS).exists():
-        found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
-        return found
+        try:
+            found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+            return found
+        except ValueError:
+            raise explain("results in JSON", "a damaged file", "Remove it and resume.", str(folder / RESULTS)) from None
     return _run(read_recipe(folder / RECIPE), folder, report)
 
 
@@ -68,6 +74,7 @@ def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
         log = _Log(folder / EVENTS, report)
         log({"event": "start", "recipe": recipe.name, "device": str(_device(recipe)), "pid": os.getpid()})
         data = load_data(recipe.data.name, recipe.data.batch, recipe.data.size, recipe.data.workers)
+        require_batches(data.train)
         done = [_Seed(recipe, data, folder / f"seed-{seed}", seed, log).run() for seed in recipe.seeds]
         results = {
             "name": recipe.name,
@@ -75,7 +82,7 @@ def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
             "summary": summary([figures for figures, _, _ in done]),
         }
         _, dense, pruned = done[-1]
-        results["measured"] = _measured(dense, pruned, data, folder, _device(recipe))
+        results["measured"] = measured(dense, pruned, data, folder / f"seed-{recipe.seeds[-1]}", _device(recipe))
         results["environment"] = environment(_device(recipe))
         log({"event": "done", "summary": results["summary"]})
         write_text(folder / RESULTS, json.dumps(results, indent=1))
@@ -92,7 +99,7 @@ class _Seed:
 
     def run(self) -> tuple[dict[str, Any], nn.Module, nn.Module]:
         """The figures, the dense model and the pruned one."""
-        found = read_checkpoint(self.checkpoint)
+        found = self._found()
         if found is not None:
             self.log({"event": "resume", "seed": self.seed, "stage": found.stage})
         if found is None or found.stage == "train":
@@ -110,6 +117,17 @@ class _Seed:
             self.log({"event": "recovered", "seed": self.seed, "step": index, **step["recovered"]})
         return figures, dense, self._keep(model, plan)
 
+    def _found(self) -> Checkpoint | None:
+        """The checkpoint, if it is one of this recipe."""
+        try:
+            found = read_checkpoint(self.checkpoint)
+        except SapwoodError as error:
+            raise SapwoodError(f"{str(error).partition(':')[0]}: damaged. Remove it; this seed starts anew.") from None
+        if found is not None and found.recipe != self.recipe.digest():
+            got, remedy = "another: recipe.yaml was changed", "Change it back, or start a new run with train.weights."
+            raise explain("the recipe this run was begun with", got, remedy, str(self.folder.parent))
+        return found
+
     def _train(self, found: Checkpoint | None) -> nn.Module:
         model = self._build()
         part = self.recipe.train
@@ -118,7 +136,7 @@ class _Seed:
         else:
             loop = Loop(model.to(self.device), self.data.train, self.recipe.training(self.seed), loss=self.data.loss)
             session = Session(loop, [Phase(steps_for(part.epochs, loop))], part.epochs, marks=())
-            self._go(session, "train", None if found is None else found, EMPTY, {})
+            self._go(session, "train", found, EMPTY, {})
             model = loop.finish()
         model.to(self.device)
         write(self.folder / "dense.safetensors", {n: t.cpu() for n, t in model.state_dict().items()}, {"format": "pt"})
@@ -149,7 +167,7 @@ class _Seed:
         resumed: Checkpoint | None,
     ) -> tuple[nn.Module, Plan, dict[str, Any]]:
         part, recover = self.recipe.prune[index], self.recipe.recover
-        step = part.step()
+        step = self._with_data(part.step())
         pruner = Pruner(self.data.example, plan)
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
         targets = step.targets(rebuilt, to_device(self.data.example, self.device))
@@ -175,6 +193,14 @@ class _Seed:
         self._go(session, f"step-{index}", resumed, pruner, figures)
         model = loop.finish()
         return model, pruner.plan, self._step_figures(part, model, session)
+
+    def _with_data(self, step: Step) -> Step:
+        """Scores that look at data get a few batches of the training data, always the same."""
+        if step.options.get("score") not in ("wanda", "taylor"):
+            return step
+        torch.manual_seed(self.seed)
+        batches = [to_device(b, self.device) for b in itertools.islice(self.data.train, CALIBRATION)]
+        return replace(step, options={**step.options, "calibration": batches, "loss": self.data.loss})
 
     def _before(self, index: int, dense: nn.Module, resumed: Checkpoint) -> nn.Module:
         """The model as it was before this step began: budgets of rounds are in its terms."""
@@ -207,7 +233,7 @@ class _Seed:
                 return
             plan = pruner.plan if isinstance(pruner, Pruner) else pruner
             position = session.position()
-            write_checkpoint(self.checkpoint, stage, loop.plain, plan, figures, loop.optimizer.optimizer, position)
+            self._write(self.checkpoint, stage, loop.plain, plan, figures, loop.optimizer.optimizer, position)
             for point in session.curve[points:]:
                 self.log({"event": "point", "seed": self.seed, "stage": stage, **vars(point)})
             self.log({"event": "epoch", "seed": self.seed, "stage": stage, "epoch": session.number})
@@ -215,7 +241,7 @@ class _Seed:
     def _step_figures(self, part: PrunePart, model: nn.Module, session: Session) -> dict[str, Any]:
         zeros = sparsity(model)
         asked = {k: v for k, v in vars(part).items() if v is not None}
-        first, last = session.curve[0], session.curve[-1]
+        first, last = session.pruned or session.curve[0], session.curve[-1]
         return {
             "prune": asked,
             "after_pruning": {"validation": first.metric, "test": first.test},
@@ -242,8 +268,11 @@ class _Seed:
     def _save(self, stage: str, model: nn.Module, plan: Plan, figures: Mapping[str, Any]) -> None:
         number = stage.partition("-")[2]
         if number != "0":
-            write_checkpoint(self.folder / f"before-{number}.safetensors", stage, model, plan, figures)
-        write_checkpoint(self.checkpoint, stage, model, plan, figures)
+            self._write(self.folder / f"before-{number}.safetensors", stage, model, plan, figures)
+        self._write(self.checkpoint, stage, model, plan, figures)
+
+    def _write(self, path: Path, *what: Any) -> None:
+        write_checkpoint(path, self.recipe.digest(), *what)
 
     def _scores(self, model: nn.Module) -> dict[str, float]:
         return {on: self.data.score(model, on) for on in ("validation", "test")}
@@ -262,7 +291,8 @@ class _Seed:
             model.load_state_dict(load_file(path))
         except (OSError, RuntimeError, ValueError) as error:
             got = " ".join(str(error).split())[:200]
-            raise explain("weights of the recipe's model", got, "Check train.weights.", str(path)) from None
+            remedy = "Check train.weights." if self.recipe.train.weights else "Start the run anew."
+            raise explain("weights of the recipe's model", got, remedy, str(path)) from None
 
 
 class _Log:
@@ -320,71 +350,11 @@ def _repeatable(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and spread (standard deviation) over the seeds, and what became of the accuracy."""
-
-    def over(pick: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-        values = [pick(s) for s in seeds]
-        return {"mean": statistics.fmean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-    steps = []
-    for index in range(len(seeds[0]["steps"])):
-        part = {
-            "after_pruning": over(lambda s, i=index: s["steps"][i]["after_pruning"]["test"]),  # type: ignore[misc]
-            "recovered": over(lambda s, i=index: s["steps"][i]["recovered"]["test"]),  # type: ignore[misc]
-        }
-        shares = [p["share"] for p in seeds[0]["steps"][index]["curve"]]
-        part["curve"] = {
-            f"{share:.0%}": over(lambda s, i=index, k=k: s["steps"][i]["curve"][k]["test"])  # type: ignore[misc]
-            for k, share in enumerate(shares)
-        }
-        steps.append(part)
-    return {"seeds": len(seeds), "dense": over(lambda s: s["dense"]["test"]), "steps": steps}
-
-
-def _measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Latency of the last seed's models, taking turns, and the sizes of their files."""
-    models = {"dense": dense.to(device).eval(), "pruned": pruned.to(device).eval()}
-    example = to_device(inputs_of(next(iter(data.test))), device)
-    size = len(next(iter(example.values())) if isinstance(example, dict) else example)
-
-    def call(model: nn.Module) -> Callable[[], object]:
-        return lambda: model(**example) if isinstance(example, dict) else model(example)
-
-    with torch.inference_mode():
-        times = take_turns({n: call(m) for n, m in models.items()}, seconds=1.0)
-    newest = max(folder.glob("seed-*"), key=lambda f: (f / "pruned").stat().st_mtime)
-    return {
-        "latency_ms": {n: {"median": t.median_ms, "spread": t.spread_ms, "rounds": t.rounds} for n, t in times.items()},
-        "speedup": times["pruned"].speed,
-        "on": f"{device.type}, eager, a batch of {size}",
-        "file_bytes": {
-            "dense": (newest / "dense.safetensors").stat().st_size,
-            "pruned": (newest / "pruned" / "model.safetensors").stat().st_size,
-        },
-    }
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "sapwood": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"{device.type} ({name})",
-        "threads": torch.get_num_threads(),
-    }
-
-
 def _device(recipe: Recipe) -> torch.device:
     wanted = recipe.device
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise explain("auto, cpu or cuda", repr(wanted), "Mend the recipe.", "device") from None
+    device = torch.device(wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise explain("a CUDA device", "a machine without", "Set device: cpu.", "device")
     return device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,9 @@ class Step:
             )
         if self.budget is None and not kind.is_nm:
             raise explain("a budget", "none", "For example sparsity: 0.9 or channels: 0.5.", "prune")
+        if isinstance(self.options.get("calibration"), Iterator) and self.schedule.rounds > 1:
+            got, remedy = "an iterator, which is used up after the first", "Pass a list or a data loader."
+            raise explain("batches for every round", got, remedy, "calibration")
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")
@@ -148,7 +151,10 @@ def prune_and_recover(
     warmup: float = 0.1,
     loss: Loss | None = None,
     distill: bool = False,
+    temperature: float = 4.0,
+    share: float = 0.5,
     validate: Validate | None = None,
+    test: Validate | None = None,
     marks: Iterable[float] = MARKS,
     options: Mapping[str, Any] | None = None,
     accelerator: Accelerator | None = None,
@@ -158,7 +164,8 @@ def prune_and_recover(
     """Prune a copy of the model on a schedule and recover it; the model given is not changed.
 
     A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
-    ``prune``. ``distill=True`` learns from the model given. Everything else is as in ``recover``.
+    ``prune``. ``distill=True`` learns from the model given. ``test(model)`` is noted beside ``validate(model)``, for
+    the report. Everything else is as in ``recover``.
     """
     step = Step(budget, pattern, Schedule(schedule, rounds), dict(options or {}))
     total_epochs = epochs_of(original_epochs, fraction, epochs)
@@ -166,14 +173,18 @@ def prune_and_recover(
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
     targets = step.targets(model, example_inputs)
     teacher = cut(model, EMPTY) if distill else None
-    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=teacher, accelerator=accelerator)
+    soften = {"temperature": temperature, "share": share}
+    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=teacher, accelerator=accelerator, **soften)
     pruner = Pruner(example_inputs)
     phases = phases_of(step, targets, pruner, steps_for(total_epochs, loop, rounds))
     original = original_epochs or total_epochs / fraction
-    session = Session(loop, phases, original, validate, tuple(marks), on_step)
-    while session.advance():
-        pass
-    return Shrunk(loop.finish(), pruner.plan, tuple(session.curve))
+    session = Session(loop, phases, original, validate, tuple(marks), on_step, test)
+    try:
+        while session.advance():
+            pass
+    finally:
+        trained = loop.finish()
+    return Shrunk(trained, pruner.plan, tuple(session.curve))
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:

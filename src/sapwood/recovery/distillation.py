@@ -18,6 +18,7 @@ class Distillation:
         if not 0 < share <= 1 or temperature <= 0:
             got = f"share={share!r}, temperature={temperature!r}"
             raise explain("a share above 0 and at most 1, a temperature above 0", got, "Try 0.5 and 4.", "distill")
+        self.modes = {m: m.training for m in teacher.modules()}
         self.teacher, self.temperature, self.share = teacher.eval(), temperature, share
         self.seen: tuple[Any, Any, Any] | None = None
         self._hook = student.register_forward_hook(self._remember, with_kwargs=True)
@@ -38,10 +39,16 @@ class Distillation:
 
     def release(self) -> None:
         self._hook.remove()
+        for module, mode in self.modes.items():
+            module.training = mode
 
 
 def distance(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
     """Kullback-Leibler divergence of softened class probabilities (Hinton et al., 2015), per example."""
+    if student.dim() < 2 or student.shape != teacher.shape or student.dim() > 3:
+        got = f"{tuple(student.shape)} and {tuple(teacher.shape)}"
+        remedy = "Distillation takes (examples, classes) or (examples, places, classes); leave the teacher out."
+        raise explain("class scores of the same shape from model and teacher", got, remedy, "distill")
     ours = nn.functional.log_softmax(student.float().flatten(0, -2) / temperature, dim=-1)
     theirs = nn.functional.log_softmax(teacher.float().flatten(0, -2) / temperature, dim=-1)
     divergence = nn.functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)

@@ -6,20 +6,25 @@ epochs goes on exactly as if it had not been.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import send_to_device
 from torch import nn
 
+from sapwood.capture.run import is_meta
 from sapwood.capture.skeleton import unwrap
 from sapwood.errors import explain
-from sapwood.masking.hold import Hold, hold, noted_masks
+from sapwood.masking.hold import Hold, hold, noted_masks, partly_zero
+from sapwood.masking.targets import maskable
 from sapwood.recovery.distillation import Distillation
 from sapwood.recovery.rates import Rate
 from sapwood.scoring.data import Loss, default_loss
@@ -47,17 +52,30 @@ class Settings:
     channels_last: bool = False
     compile: bool = False
     seed: int = 0
+    cpu: bool = False
+    repeatable: bool = False
+    """Seed every generator there is at the start of each epoch: for runs that may be resumed."""
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             names = ", ".join(OPTIMIZERS)
             raise explain(f"{names}, or a function of (groups, lr)", repr(self.optimizer), "Try 'sgd'.", "optimizer")
-        if not (isinstance(self.lr, (int, float)) and self.lr > 0):
+        if not (_is_number(self.lr) and 0 < self.lr < math.inf):
             raise explain("a learning rate above 0", repr(self.lr), "Give the peak rate of training.", "lr")
         if not (isinstance(self.accumulate, int) and self.accumulate >= 1):
             raise explain("a whole number of batches", repr(self.accumulate), "1 steps after each.", "accumulate")
+        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
+            raise explain("a weight decay of at least 0", repr(self.weight_decay), "Try 5e-4.", "weight_decay")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise explain("a norm above 0", repr(self.clip), "For example clip=1.0.", "clip")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**40:
+            raise explain("a whole number of at least 0", repr(self.seed), "For example seed=0.", "seed")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise explain("no, bf16 or fp16", repr(self.mixed_precision), "bf16 is the safe one.", "mixed_precision")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Loop:
@@ -77,8 +95,15 @@ class Loop:
     ) -> None:
         self.settings, self.loss = settings, loss or default_loss
         self.accelerator = accelerator or make_accelerator(settings)
+        _require_model(model)
+        self._given, self._given_generator = loader, getattr(loader, "generator", None)
         self._order = _own_order(loader)
         self.loader = _prepared(loader, self.accelerator)
+        if len(self.loader) == 0:
+            got = f"fewer than the {self.accelerator.num_processes} processes"
+            raise explain("a batch for every process", got, "Give more data or smaller batches.", "loader")
+        if teacher is not None:
+            _require_model(teacher)
         self.teacher = None if teacher is None else teacher.to(self.accelerator.device)
         self._soften = (temperature, share)
         self._adopt(model, _make_optimizer(model, settings))
@@ -105,7 +130,8 @@ class Loop:
         """Hold the zeros the model has now."""
         if self.held is not None:
             self.held.release()
-        self.held = hold(self.model, self.optimizer) if noted_masks(self.model) else None
+        masked = noted_masks(self.model) or any(partly_zero(p.detach()) for p in maskable(self.plain).values())
+        self.held = hold(self.model, self.optimizer) if masked else None
 
     def let_go(self) -> None:
         """Remove what was hooked to the model and its optimizer."""
@@ -113,6 +139,7 @@ class Loop:
             self.held.release()
         if self.distillation is not None:
             self.distillation.release()
+        _unwrap_forward(self.plain)
 
     def swap(self, small: nn.Module, plan: Plan) -> None:
         """Go on with the cut model; the optimizer's state follows the cut."""
@@ -127,39 +154,50 @@ class Loop:
     def steps_per_epoch(self) -> int:
         return max(1, math.ceil(len(self.loader) / self.settings.accumulate))
 
-    def epoch(self, number: int, first_step: int, total: int, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    def epoch(self, number: int, first_step: int, total: int) -> Iterator[dict[str, Any]]:
         """Train one epoch, from its own seed; yields what happened after each step of the optimizer."""
-        seed = self.settings.seed * 1_000_003 + number
-        torch.manual_seed(seed)
-        if self._order is not None:
-            self._order.generator.manual_seed(seed)
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(number)
-        step, losses = first_step, []
+        self._seed(number)
+        step, losses, count, every = first_step, [], len(self.loader), self.settings.accumulate
         for index, batch in enumerate(self.loader):
-            if index == 0 and self.accelerator.num_processes > 1:  # the order is shared, dropout is not
-                torch.manual_seed(seed + 7919 * (1 + self.accelerator.process_index))
-            if step >= (last_step if last_step is not None else total):
+            if step >= total or index >= count:
                 return
+            if index == 0 and self.accelerator.num_processes > 1:  # the order is shared, dropout is not
+                torch.manual_seed(torch.initial_seed() + 7919 * (1 + self.accelerator.process_index))
             self.model.train()
             rate = self.settings.lr * self.settings.rate.at((step + 0.5) / total)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
-            with self.accelerator.accumulate(self.model):
+            last = (index + 1) % every == 0 or index + 1 == count
+            together = every if index < count - count % every else count % every
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 with self.accelerator.autocast():
-                    loss = self.loss(self.model, self._laid_out(batch))
+                    loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
                     if self.distillation is not None:
                         loss = self.distillation.blend(loss)
-                self.accelerator.backward(loss)
-                if self.settings.clip is not None and self.accelerator.sync_gradients:
+                self.accelerator.backward(loss / together)
+            losses.append(loss.detach())
+            if last:
+                if self.settings.clip is not None:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            losses.append(loss.detach())
-            if self.accelerator.sync_gradients:
                 step += 1
                 yield {"step": step, "lr": rate, "losses": losses}
                 losses = []
+
+    def _seed(self, number: int) -> None:
+        seed = self.settings.seed * 1_000_003 + number
+        torch.manual_seed(seed)
+        if self._order is not None:
+            self._order.generator.manual_seed(seed)
+        if self.settings.repeatable:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            for own in (getattr(getattr(self._given, "sampler", None), "generator", None), self._given_generator):
+                if isinstance(own, torch.Generator):
+                    own.manual_seed(seed)
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(number)
 
     def _laid_out(self, batch: Any) -> Any:
         if not self.settings.channels_last:
@@ -183,6 +221,9 @@ class Loop:
         self.let_go()
         if self._order is not None:
             self._order.generator = None
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        for module in self.plain.modules():
+            vars(module).pop("_is_accelerate_prepared", None)
         return self.view()
 
 
@@ -191,7 +232,31 @@ def make_accelerator(settings: Settings) -> Accelerator:
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, settings.mixed_precision):
         AcceleratorState._reset_state(reset_partial_state=False)
-    return Accelerator(mixed_precision=settings.mixed_precision, gradient_accumulation_steps=settings.accumulate)
+    kind = PartialState().device.type
+    if settings.cpu and kind != "cpu" and PartialState().num_processes == 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(mixed_precision=settings.mixed_precision, cpu=settings.cpu)
+
+
+def _unwrap_forward(model: nn.Module) -> None:
+    """Take off what Accelerate puts around forward for mixed precision."""
+    original = vars(model).pop("_original_forward", None)
+    if original is not None:
+        vars(model).pop("forward", None)
+
+
+def _require_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise explain("a torch.nn.Module", type(model).__name__, "Pass the model itself.", "recover")
+    if is_meta(model):
+        raise explain("weights with values", "weights on the meta device", "Load the weights first.", "recover")
+
+
+def _require_loss(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise explain("loss(model, batch) to return one number with a gradient", got, "Return the mean loss.", "loss")
 
 
 class _Batches:

@@ -92,16 +92,19 @@ def recover(
     original = original_epochs or total_epochs / fraction
     phases = [Phase(steps_for(total_epochs, loop))]
     session = Session(loop, phases, original, validate, marks, on_step)
-    while session.advance():
-        pass
-    return Recovered(loop.finish(), tuple(session.curve))
+    try:
+        while session.advance():
+            pass
+    finally:
+        trained = loop.finish()
+    return Recovered(trained, tuple(session.curve))
 
 
 def require_batches(loader: Any) -> None:
     try:
         count = len(loader)
     except TypeError:
-        raise explain("a data loader with a length", type(loader).__name__, "Wrap it in a list.", "loader") from None
+        raise explain("a data loader with a length", type(loader).__name__, "Make it a list.", "loader") from None
     if count == 0:
         raise explain("at least one batch", "an empty data loader", "Check the data set.", "loader")
 
@@ -110,9 +113,10 @@ def epochs_of(original: float | None, fraction: float, epochs: float | None) -> 
     if (original is None) == (epochs is None):
         got = "both" if epochs is not None else "neither"
         raise explain("original_epochs (or epochs)", got, "recover(..., original_epochs=100) takes 20.", "recover")
-    if not 0 < fraction <= 1:
+    if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise explain("a fraction above 0 and at most 1", repr(fraction), "The default is 0.2.", "fraction")
-    total = epochs if epochs is not None else (original or 0) * fraction
-    if not total > 0:
+    given = epochs if epochs is not None else original
+    total = given * fraction if epochs is None and isinstance(given, (int, float)) else given
+    if not isinstance(total, (int, float)) or not 0 < total < 1e9:
         raise explain("a number of epochs above 0", repr(total), "Give the epochs of training.", "recover")
     return float(total)

@@ -58,6 +58,9 @@ class Session:
         self.stops = {_ceil(m * original_epochs * loop.steps_per_epoch) for m in marks if m >= 0}
         self.phase = self.step = self.number = 0
         self.curve: list[Point] = []
+        self.pruned: Point | None = None
+        """Right after the last pruning."""
+        self._last = max(((i, m) for i, p in enumerate(phases) for m in p.prune), default=(-1, -1))
         self._losses: list[torch.Tensor] = []
 
     @property
@@ -97,15 +100,20 @@ class Session:
         due = phase.prune.get(self.step)
         if due is not None:
             due(self.loop)
+            if (self.phase, self.step) == self._last:
+                self.pruned = self._point(0.0)
 
     def _look(self, rate: float) -> None:
+        self.curve.append(self._point(rate))
+        self._losses = []
+
+    def _point(self, rate: float) -> Point:
         model = self.loop.view()
         metric = None if self.validate is None else float(self.validate(model))
         test = None if self.test is None else float(self.test(model))
         mean = float(torch.stack(self._losses).mean()) if self._losses else None
         epochs = self.overall / self.loop.steps_per_epoch
-        self.curve.append(Point(epochs, epochs / self.original, mean, rate, metric, test))
-        self._losses = []
+        return Point(epochs, epochs / self.original, mean, rate, metric, test)
 
     def position(self) -> dict[str, Any]:
         """All but weights and optimizer state, as plain data."""
@@ -114,12 +122,14 @@ class Session:
             "step": self.step,
             "number": self.number,
             "curve": [asdict(p) for p in self.curve],
+            "pruned": None if self.pruned is None else asdict(self.pruned),
         }
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Go on from a position; the loop's model and optimizer must be those of that moment."""
         self.phase, self.step, self.number = (int(position[k]) for k in ("phase", "step", "number"))
         self.curve = [Point(**p) for p in position["curve"]]
+        self.pruned = None if position["pruned"] is None else Point(**position["pruned"])
 
 
 def steps_for(epochs: float, loop: Loop, rounds: int = 1) -> int:

@@ -60,7 +60,8 @@ class _WatchInputs(TorchDispatchMode):
         if transposed:
             self._add(name, squares, 0)
         else:  # the weight has the inputs of one group; its rows belong to different groups
-            self._add(name, squares.view(groups, -1).mean(0), 1)
+            rows = squares.view(groups, -1).repeat_interleave(len(weight) // groups, 0)
+            self._add(name, rows, 1)
 
     def _add(self, name: str, squares: torch.Tensor, dim: int) -> None:
         before = self.sums.get(name)
@@ -69,8 +70,8 @@ class _WatchInputs(TorchDispatchMode):
 
 def input_norms(
     model: nn.Module, weights: Mapping[str, torch.Tensor], batches: Iterable[Any]
-) -> dict[str, tuple[torch.Tensor, int]]:
-    """The L2 norm of each input of each weight over the calibration batches, and the dimension that reads it."""
+) -> dict[str, torch.Tensor]:
+    """The L2 norm of each input of each weight over the calibration batches, in a shape that multiplies the weight."""
     watch = _WatchInputs(weights)
     was_training = {m: m.training for m in model.modules()}
     seen = 0
@@ -89,12 +90,19 @@ def input_norms(
     missing = [n for n in weights if n not in watch.sums]
     if missing:
         raise explain(
-            "every masked weight to be used by the calibration batches",
-            f"no use of {missing[:3]}",
-            "Leave these out with ignore=, or give batches that reach them.",
+            "every masked weight in a matrix product or convolution of the calibration batches",
+            f"none with {missing[:3]}",
+            "Leave these out with ignore= (recurrent and bilinear layers), or give batches that reach them.",
             "wanda",
         )
-    return {n: (s.sqrt(), d) for n, (s, d) in watch.sums.items()}
+    return {n: _beside(s.sqrt(), d, weights[n]) for n, (s, d) in watch.sums.items()}
+
+
+def _beside(norms: torch.Tensor, dim: int, weight: torch.Tensor) -> torch.Tensor:
+    """Norms in a shape that multiplies the weight: one per input, or one per output and input of its group."""
+    if norms.dim() == 2:
+        return norms.view(*norms.shape, *[1] * (weight.dim() - 2))
+    return norms.view([-1 if d == dim else 1 for d in range(weight.dim())])
 
 
 def gradients(
@@ -105,7 +113,9 @@ def gradients(
     needed = [p.requires_grad for p in held]
     total: list[torch.Tensor] | None = None
     seen = 0
+    modes = {m: m.training for m in model.modules()}
     try:
+        model.eval()  # no dropout, and running statistics stay
         for weight in held:
             weight.requires_grad_(True)
         with torch.enable_grad():
@@ -117,6 +127,8 @@ def gradients(
     finally:
         for weight, flag in zip(held, needed, strict=True):
             weight.requires_grad_(flag)
+        for module, mode in modes.items():
+            module.training = mode
     _require_data(seen)
     assert total is not None
     return {n: t / seen for n, t in zip(weights, total, strict=True)}
@@ -124,7 +136,7 @@ def gradients(
 
 def inputs_of(batch: Any) -> Any:
     """The model's inputs in a batch of a data loader: of (inputs, targets) the first, of a dict all but labels."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {k: v for k, v in batch.items() if k not in ("labels", "label", "target", "targets")}
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0]
@@ -133,19 +145,26 @@ def inputs_of(batch: Any) -> Any:
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The model's own loss where it returns one, else cross entropy of (inputs, targets)."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         output = model(**batch)
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(found, torch.Tensor):
             return found
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+        output = model(batch[0])
+        logits = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+        return nn.functional.cross_entropy(logits, batch[1])
     raise explain(
         "batches of (inputs, targets), or a dict with labels for a model that returns a loss",
         type(batch).__name__,
         "Pass loss=, a function of (model, batch).",
         "loss",
     )
+
+
+def require_iterable(batches: Any) -> None:
+    if not isinstance(batches, Iterable):
+        raise explain("an iterable of batches", type(batches).__name__, "For example a list of them.", "calibration")
 
 
 def _require_data(seen: int) -> None:

@@ -21,12 +21,12 @@ NAMES = ("magnitude", "lamp", "random", "wanda", "taylor")
 
 def lamp(weight: torch.Tensor) -> torch.Tensor:
     """The square of a weight over the sum of the squares of all that are at least as large in its tensor."""
-    squares = weight.detach().float().square().view(-1)
+    squares = weight.detach().double().square().reshape(-1)
     ordered, places = squares.sort()
-    rest = ordered.double().flip(0).cumsum(0).flip(0)
+    rest = ordered.flip(0).cumsum(0).flip(0)
     result = torch.empty_like(squares)
-    result[places] = torch.where(rest > 0, ordered / rest, torch.zeros_like(rest)).float()
-    return result.view(weight.shape)
+    result[places] = torch.where(rest > 0, ordered / rest, torch.zeros_like(rest))
+    return result.float().view(weight.shape)
 
 
 def random(weight: torch.Tensor, name: str, seed: int) -> torch.Tensor:
@@ -35,10 +35,9 @@ def random(weight: torch.Tensor, name: str, seed: int) -> torch.Tensor:
     return torch.rand(weight.shape, generator=generator).to(weight.device)
 
 
-def wanda(weight: torch.Tensor, norms: torch.Tensor, input_dim: int = 1) -> torch.Tensor:
+def wanda(weight: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """The size of a weight times the norm of the input it reads (Sun et al., 2023)."""
-    shape = [-1 if d == input_dim else 1 for d in range(weight.dim())]
-    return weight.detach().abs().float() * norms.to(weight.device).view(shape)
+    return weight.detach().abs().float() * norms.to(weight.device)
 
 
 def taylor(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -50,13 +49,13 @@ def score_elements(
     weights: Mapping[str, torch.Tensor],
     score: str | ElementScore,
     seed: int = 0,
-    norms: Mapping[str, tuple[torch.Tensor, int]] | None = None,
+    norms: Mapping[str, torch.Tensor] | None = None,
     gradients: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Scores by name; None when they are the weights' own magnitudes."""
     if score == "magnitude":
         return None
-    if isinstance(score, str) and score not in NAMES:
+    if not callable(score) and score not in NAMES:
         names = ", ".join(NAMES)
         raise explain(f"one of {names}, or a function of a weight", repr(score), "For example 'magnitude'.", "score")
     found = {}
@@ -66,7 +65,7 @@ def score_elements(
         elif score == "random":
             values = random(weight, name, seed)
         elif score == "wanda":
-            values = wanda(weight, *(norms or {})[name])
+            values = wanda(weight, (norms or {})[name])
         elif score == "taylor":
             values = taylor(weight, (gradients or {})[name])
         else:

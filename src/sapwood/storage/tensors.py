@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sapwood.errors import SapwoodError
+from sapwood.errors import SapwoodError, explain
 from sapwood.storage.atomic import replacing
 
 MAX_HEADER = 64 * 2**20
@@ -237,6 +237,9 @@ def open_file(path: Path) -> Reader:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length % 2**32 == 0x04034B50:
+                got = "a zip file, as torch.save writes it"
+                raise explain("safetensors", got, "Save it with safetensors.torch.save_file.", str(path))
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise _damaged(path, f"a header of at most {max(0, min(size - 8, MAX_HEADER)):,} bytes", f"{length:,}")
             raw = file.read(length)
