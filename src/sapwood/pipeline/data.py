@@ -264,7 +264,9 @@ def _own(module: str, name: str) -> Data:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, also in dicts, on a device."""
+    """Tensors, also in dicts, tuples and lists, on a device."""
     if isinstance(value, dict):
         return {k: to_device(v, device) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(v, device) for v in value)
     return value.to(device) if isinstance(value, torch.Tensor) else value

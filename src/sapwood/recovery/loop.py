@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import send_to_device
+from accelerate.utils import parse_flag_from_env, send_to_device
 from torch import nn
 
 from sapwood.capture.run import is_meta
@@ -232,9 +232,10 @@ def make_accelerator(settings: Settings) -> Accelerator:
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, settings.mixed_precision):
         AcceleratorState._reset_state(reset_partial_state=False)
-    kind = PartialState().device.type
-    if settings.cpu and kind != "cpu" and PartialState().num_processes == 1:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    if PartialState._shared_state and PartialState().num_processes == 1:
+        cpu = settings.cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        if cpu != (PartialState().device.type == "cpu"):
+            AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(mixed_precision=settings.mixed_precision, cpu=settings.cpu)
 
 
