@@ -86,6 +86,16 @@ def test_recovery_on_the_gpu(switches: dict[str, Any]) -> None:
     assert list(done.model.state_dict()) == list(net().state_dict())
 
 
+def test_a_model_may_be_moved_after_hold() -> None:
+    model = sw.mask(net(), sw.Budget(sparsity=0.8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    held = sw.hold(model, optimizer)
+    model.cuda()
+    model(torch.randn(2, 4, 8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    assert sw.sparsity(model).zeros == held.zeros
+
+
 @pytest.mark.parametrize("budget", [sw.Budget(channels=0.5), sw.Budget(sparsity=0.9)], ids=str)
 @pytest.mark.parametrize("schedule", [("iterative", 2), ("cubic", 3)])
 def test_schedules_on_the_gpu(budget: sw.Budget, schedule: tuple[str, int]) -> None:

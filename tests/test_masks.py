@@ -275,8 +275,11 @@ def test_lbfgs_and_a_closure() -> None:
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    before = closure().item()
+    for _ in range(3):
+        optimizer.step(closure)
     assert (model.weight[zeros] == 0).all() and int((model.weight == 0).sum()) == 6
+    assert closure().item() < 0.5 * before
 
 
 def test_nan_and_infinity_do_not_survive_in_masked_places() -> None:

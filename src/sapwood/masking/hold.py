@@ -6,7 +6,7 @@ gradient accumulation and data parallelism all work as they are, and the model k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ class Hold:
     """The zeros of a model, put back after each step; ``apply()`` does it by hand, ``release()`` ends it."""
 
     def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None) -> None:
-        self.held = held
+        self.held = list(held)
         self._bits: list[tuple[int, torch.Tensor]] = [(0, kept) for _, kept in held]
-        self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
+        self._hooks: list[Any] = [] if optimizer is None else [optimizer.register_step_post_hook(self._after_step)]
+        if isinstance(optimizer, torch.optim.LBFGS):  # it looks along its directions: none may leave the zeros
+            self._hooks += [weight.register_hook(_cleared(kept)) for weight, kept in held if weight.requires_grad]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -39,6 +41,9 @@ class Hold:
             place, bits = self._bits[index]
             if not place or weight.data_ptr() != place or bits.stride() != weight.stride():  # moved, or sharded
                 bits = _as_bits(_local(weight))
+                if kept.device != bits.device:  # the model was moved after hold
+                    kept = kept.to(bits.device)
+                    self.held[index] = (weight, kept)
                 self._bits[index] = (0 if hasattr(weight, "to_local") else weight.data_ptr(), bits)
             bits.bitwise_and_(kept)
 
@@ -51,9 +56,9 @@ class Hold:
         self.apply()
 
     def release(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def hold(model: nn.Module, optimizer: Any = None) -> Hold:
@@ -112,6 +117,10 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _cleared(kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda gradient: gradient.masked_fill(kept == 0, 0)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
