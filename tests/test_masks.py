@@ -55,6 +55,8 @@ def test_local_and_row_scopes_count_per_tensor_and_per_output() -> None:
     linear = nn.Linear(10, 6)
     masked = sw.mask(linear, sw.Budget(sparsity=0.3), scope="row")
     assert (masked.weight == 0).sum(1).tolist() == [3] * 6
+    odd = (sw.mask(nn.Linear(7, 5), sw.Budget(sparsity=0.5), scope="row").weight == 0).sum(1)
+    assert int(odd.sum()) == 18 and set(odd.tolist()) == {3, 4}
 
 
 @settings(max_examples=60, deadline=None)
@@ -400,6 +402,17 @@ def test_a_tied_weight_goes_by_any_of_its_names() -> None:
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     model[1].weight = model[0].weight
     assert set(sw.sparsity(sw.mask(model, sw.Budget(sparsity=0.5), include=("1",))).layers) == {"0.weight", "2.weight"}
+
+
+def test_a_layer_that_dies_is_told() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+    with torch.no_grad():
+        model[1].weight.mul_(1e-3)
+    with pytest.warns(UserWarning, match=r"1\.weight is all zero"):
+        sw.mask(model, sw.Budget(sparsity=0.5))
+    data = [torch.randn(8, 16)]
+    masked = sw.mask(model, sw.Budget(sparsity=0.5), score="wanda", calibration=data)
+    assert sw.sparsity(masked).layers["1.weight"].total == 0.5  # wanda ranks within each output
 
 
 def test_edge_blocks_fill_what_is_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def mask_(
     budget: Budget | None = None,
     *,
     pattern: str = "unstructured",
-    scope: str = "global",
+    scope: str | None = None,
     score: str | ElementScore = "magnitude",
     calibration: Iterable[Any] | None = None,
     loss: Loss | None = None,
@@ -44,13 +45,15 @@ def mask_(
     """Zero the weights that matter least, in place, and note on the model which weights are masked.
 
     ``Budget(sparsity=0.9)`` is the fraction of zeros among the maskable weights: matrices and kernels, not norms,
-    biases or embeddings unless ``include`` names them. ``scope`` ranks over all of them, per tensor (``"local"``)
-    or per output (``"row"``). ``pattern="2:4"`` keeps 2 of every 4 neighbouring inputs, ``"block:16x16"`` zeroes
-    whole blocks. ``wanda`` and ``taylor`` look at ``calibration`` batches.
+    biases or embeddings unless ``include`` names them. ``scope`` ranks over all of them (``"global"``), per tensor
+    (``"local"``) or per output (``"row"``, the default for ``wanda``, whose scores compare the inputs of one output).
+    ``pattern="2:4"`` keeps 2 of every 4 neighbouring inputs, ``"block:16x16"`` zeroes whole blocks. ``wanda`` and
+    ``taylor`` look at ``calibration`` batches.
     """
     plain = require_plain(model)
     kind = parse(pattern)
     share = _share(budget, kind)
+    scope = scope if scope is not None else "row" if score == "wanda" else "global"
     if scope not in SCOPES:
         raise explain(f"one of {', '.join(SCOPES)}", repr(scope), "For example scope='global'.", "scope")
     weights = _targets(plain, kind, scope, include, ignore)
@@ -74,7 +77,9 @@ def mask_(
     elif scope == "row":
         for name, tensor in flat.items():
             rows, width = tensor.view(len(tensor), -1), tensor.numel() // len(tensor)
-            zero_nm(rows, ranked(name).reshape(rows.shape), width - round(share * width), width, 1)
+            gone = [round(share * width * r) for r in range(len(rows) + 1)]  # rounded so that the total comes out
+            kept = width - torch.tensor(gone, device=rows.device).diff()[:, None]
+            zero_nm(rows, ranked(name).reshape(rows.shape), kept, width, 1)
     else:
         before = done = 0
         for names in parts:  # rounded so that the total comes out, too
@@ -85,6 +90,12 @@ def mask_(
     for name, weight in weights.items():
         if flat[name] is not weight.data:
             weight.data.copy_(flat[name])
+    for name, weight in weights.items():
+        if share < 1 and not bool(weight.any()):
+            warnings.warn(
+                f"{name} is all zero now: nothing passes through it. Keep it with ignore=, or choose scope='local'.",
+                stacklevel=3,
+            )
     note_masks(plain, {**noted_masks(plain), **{plain_name(n): pattern for n in weights}})
     return model
 

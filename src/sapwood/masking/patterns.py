@@ -49,15 +49,17 @@ def parse(text: str) -> Pattern:
     raise explain(f"a pattern: {EXAMPLES}", repr(text), "2:4 keeps 2 of every 4.", "pattern")
 
 
-def zero_nm(weight: torch.Tensor, source: torch.Tensor, kept: int, of: int, dim: int) -> None:
-    """Keep the best ``kept`` of every ``of`` neighbours along ``dim``; of equal ones the first."""
+def zero_nm(weight: torch.Tensor, source: torch.Tensor, kept: int | torch.Tensor, of: int, dim: int) -> None:
+    """Keep the best ``kept`` of every ``of`` neighbours along ``dim``, or so many in each group; of equal ones the
+    first."""
     require_numbers(source)
     target, ranked = weight.movedim(dim, -1), source.movedim(dim, -1).reshape(-1, of)
     gone = torch.empty(ranked.shape, dtype=torch.bool, device=weight.device)
     step = max(1, _WEIGHTS // of)
     for start in range(0, len(ranked), step):
         part = ranked[start : start + step]
-        gone[start : start + step] = (_ranks if of <= 8 else _sorted_ranks)(part) >= kept
+        least = kept[start : start + step] if isinstance(kept, torch.Tensor) else kept
+        gone[start : start + step] = (_ranks if of <= 8 else _sorted_ranks)(part) >= least
     target.masked_fill_(gone.view(target.shape), 0)
 
 

@@ -40,7 +40,7 @@ class Gradual:
     begin: float = 0.0
     end: float = 0.5
     pattern: str = "unstructured"
-    scope: str = "global"
+    scope: str | None = None
     score: str | ElementScore = "magnitude"
     options: Mapping[str, Any] = field(default_factory=dict)
     _holds: list[Hold] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -140,7 +140,7 @@ class Gradual:
         if self.budget is not None and abs(float(self.budget.sparsity or 0) - self.target) > 1e-6:
             got, remedy = f"sparsity={self.budget.sparsity}", "Leave the budget out: the pattern decides."
             raise explain(f"sparsity={self.target:g} for {self.pattern}", got, remedy, "budget")
-        if self.scope not in SCOPES:
+        if self.scope is not None and self.scope not in SCOPES:
             raise explain(f"one of {', '.join(SCOPES)}", repr(self.scope), "For example scope='global'.", "scope")
         if not callable(self.score) and self.score not in NAMES:
             names = f"one of {', '.join(NAMES)}, or a function of a weight"
@@ -164,7 +164,7 @@ class Choices(TypedDict, total=False):
     begin: float
     end: float
     pattern: str
-    scope: str
+    scope: str | None
     score: str | ElementScore
     calibration: Iterable[Any]
     loss: Loss
