@@ -57,6 +57,8 @@ def test_local_and_row_scopes_count_per_tensor_and_per_output() -> None:
     assert (masked.weight == 0).sum(1).tolist() == [3] * 6
     odd = (sw.mask(nn.Linear(7, 5), sw.Budget(sparsity=0.5), scope="row").weight == 0).sum(1)
     assert int(odd.sum()) == 18 and set(odd.tolist()) == {3, 4}
+    rows = sw.sparsity(sw.mask(model, sw.Budget(sparsity=0.7), scope="row"))
+    assert rows.zeros == round(0.7 * rows.weights)
 
 
 @settings(max_examples=60, deadline=None)

@@ -75,13 +75,15 @@ def mask_(
             count = _count(share, [flat[n] for n in names])
             zero_blocks({n: flat[n] for n in names}, ranked, count, kind)
     elif scope == "row":
+        before = 0
         for name, tensor in flat.items():
             rows, width = tensor.view(len(tensor), -1), tensor.numel() // len(tensor)
-            gone = [round(share * width * r) for r in range(len(rows) + 1)]  # rounded so that the total comes out
+            gone = [round(share * (before + width * r)) for r in range(len(rows) + 1)]  # so that the total comes out
+            before += rows.numel()
             kept = width - torch.tensor(gone, device=rows.device).diff()[:, None]
             zero_nm(rows, ranked(name).reshape(rows.shape), kept, width, 1)
     else:
-        before = done = 0
+        before, done = 0, 0
         for names in parts:  # rounded so that the total comes out, too
             before += sum(flat[n].numel() for n in names)
             count = round(share * before) - done
