@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
@@ -54,11 +55,9 @@ def accuracy(model: nn.Module, loader: Any) -> float:
     try:
         model.eval()
         for batch in loader:
-            inputs = to_device(inputs_of(batch), device)
+            inputs = send_to_device(inputs_of(batch), device)
             labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-            output = (
-                model(**to_device(inputs, device)) if isinstance(inputs, dict) else model(to_device(inputs, device))
-            )
+            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
             right += int((logits_of(output).argmax(-1).cpu() == labels.cpu()).sum())
             seen += labels.numel()
     finally:
@@ -261,12 +260,3 @@ def _own(module: str, name: str) -> Data:
     if not isinstance(made, Data):
         raise explain("a dict of loaders", type(made).__name__, "Return train, validation, test, example.", name)
     return made
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, also in dicts, tuples and lists, on a device."""
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_device(v, device) for v in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value

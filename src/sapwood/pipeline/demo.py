@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from sapwood.measurement import Timing, count, take_turns
-from sapwood.pipeline.data import Data, load_data, to_device
+from sapwood.pipeline.data import Data, load_data
 from sapwood.pipeline.figures import over
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.shrink import Shrunk, prune_and_recover
@@ -73,7 +74,7 @@ def run_demo(seeds: Sequence[int], tell: Tell, seconds: float = 4.0, epochs: int
     models = {"dense": model, **{name: done[-1].model for name, done in found.items()}}
     timings = _clock(models, data, seconds, tell)
     shares = {name: [f"{p.share:.0%}" for p in done[-1].curve] for name, done in found.items()}
-    example = to_device(data.example, next(model.parameters()).device)
+    example = send_to_device(data.example, next(model.parameters()).device)
     rows = [Row("dense", {}, over(dense), {}, count(model, example), _size(model, None), timings["dense"])]
     for name, runs in found.items():
         by_point = list(zip(*curves[name], strict=True))

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from sapwood.measurement import take_turns
-from sapwood.pipeline.data import Data, to_device
+from sapwood.pipeline.data import Data
 from sapwood.scoring.data import inputs_of
 from sapwood.version import __version__
 
@@ -44,7 +45,7 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 def measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, device: torch.device) -> dict[str, Any]:
     """Latency of the last seed's models, taking turns, and the sizes of their files."""
     models = {"dense": dense.to(device).eval(), "pruned": pruned.to(device).eval()}
-    example = to_device(inputs_of(next(iter(data.test))), device)
+    example = send_to_device(inputs_of(next(iter(data.test))), device)
     size = len(next(iter(example.values())) if isinstance(example, dict) else example)
 
     def call(model: nn.Module) -> Callable[[], object]:

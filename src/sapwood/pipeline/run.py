@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,7 +26,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
-from sapwood.pipeline.data import Data, load_data, to_device
+from sapwood.pipeline.data import Data, load_data
 from sapwood.pipeline.figures import environment, measured, summary
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
@@ -144,7 +145,7 @@ class _Seed:
 
     def _dense_figures(self) -> dict[str, Any]:
         dense = self._dense()
-        known = {**self._scores(dense), **count(dense, to_device(self.data.example, self.device))}
+        known = {**self._scores(dense), **count(dense, send_to_device(self.data.example, self.device))}
         figures = {"seed": self.seed, "dense": known, "steps": []}
         self._save("step-0", dense, EMPTY, figures)
         self.log({"event": "trained", **figures})
@@ -170,7 +171,7 @@ class _Seed:
         step = self._with_data(part.step())
         pruner = Pruner(self.data.example, plan)
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
-        targets = step.targets(rebuilt, to_device(self.data.example, self.device))
+        targets = step.targets(rebuilt, send_to_device(self.data.example, self.device))
         loop = Loop(
             model,
             self.data.train,
@@ -199,7 +200,7 @@ class _Seed:
         if step.options.get("score") not in ("wanda", "taylor"):
             return step
         torch.manual_seed(self.seed)
-        batches = [to_device(b, self.device) for b in itertools.islice(self.data.train, CALIBRATION)]
+        batches = [send_to_device(b, self.device) for b in itertools.islice(self.data.train, CALIBRATION)]
         return replace(step, options={**step.options, "calibration": batches, "loss": self.data.loss})
 
     def _before(self, index: int, dense: nn.Module, resumed: Checkpoint) -> nn.Module:
@@ -248,7 +249,7 @@ class _Seed:
             "recovered": {"validation": last.metric, "test": last.test},
             "curve": [vars(p) for p in session.curve],
             "sparsity": zeros.total,
-            **count(model, to_device(self.data.example, self.device)),
+            **count(model, send_to_device(self.data.example, self.device)),
         }
 
     def _keep(self, model: nn.Module, plan: Plan) -> nn.Module:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, send_to_device
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from sapwood.capture.run import as_call, tensors_in
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.masking.patterns import parse
@@ -94,7 +91,7 @@ class Pruner:
         assert budget is not None
         loop.let_go()  # the cut copies the model as it is
         device = next(loop.plain.parameters()).device
-        done = prune(loop.plain, _moved(self.example, device), budget, **step.options)
+        done = prune(loop.plain, send_to_device(self.example, device), budget, **step.options)
         done.model.train(loop.plain.training)
         loop.swap(done.model, done.plan)
         self.plan = compose(self.plan, done.plan) if self.plan.keep else done.plan
@@ -185,10 +182,3 @@ def prune_and_recover(
     finally:
         trained = loop.finish()
     return Shrunk(trained, pruner.plan, tuple(session.curve))
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    args, kwargs = as_call(inputs)
-    if all(t.device == device for t in tensors_in((args, kwargs))):
-        return inputs
-    return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)
