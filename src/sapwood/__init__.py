@@ -3,6 +3,7 @@
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.masking import hold, mask, mask_, sparsity
+from sapwood.measurement import Comparison, Measurement, compare, measure
 from sapwood.pipeline import Pruned, Shrunk, make_plan, prune, prune_and_recover
 from sapwood.recovery import Recovered, recover
 from sapwood.storage import load, load_, save
@@ -13,8 +14,10 @@ from sapwood.version import __version__
 __all__ = [
     "Budget",
     "CheckResult",
+    "Comparison",
     "Frozen",
     "Group",
+    "Measurement",
     "Plan",
     "Pruned",
     "Recovered",
@@ -23,6 +26,7 @@ __all__ = [
     "Trace",
     "__version__",
     "check",
+    "compare",
     "cut",
     "cut_optimizer",
     "hold",
@@ -32,6 +36,7 @@ __all__ = [
     "mask",
     "mask_",
     "masked_reference",
+    "measure",
     "prune",
     "prune_and_recover",
     "recover",

@@ -179,6 +179,12 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, text: str, sh
     made.save(str(path))
 
 
+def to_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
+    """An ONNX file for exactly these shapes, not yet compared with anything."""
+    with evaluating(model):
+        _write_onnx(_trace(model, inputs, None), path, "", None)
+
+
 def _run_onnx(path: Path, inputs: Inputs) -> list[torch.Tensor]:
     try:
         import onnxruntime
@@ -208,11 +214,14 @@ def _compare(wanted: list[torch.Tensor], got: list[torch.Tensor], what: str) -> 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Exporters talk a lot; only errors are for our users."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.export")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "onnxscript", "torch.export", "torch._subclasses.fake_tensor")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
