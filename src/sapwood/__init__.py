@@ -3,7 +3,7 @@
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.masking import hold, mask, mask_, sparsity
-from sapwood.measurement import Comparison, Measurement, compare, measure
+from sapwood.measurement import Comparison, Deployed, Measurement, compare, deploy, measure
 from sapwood.pipeline import Pruned, Shrunk, make_plan, prune, prune_and_recover
 from sapwood.recovery import Recovered, recover
 from sapwood.storage import load, load_, save
@@ -15,6 +15,7 @@ __all__ = [
     "Budget",
     "CheckResult",
     "Comparison",
+    "Deployed",
     "Frozen",
     "Group",
     "Measurement",
@@ -29,6 +30,7 @@ __all__ = [
     "compare",
     "cut",
     "cut_optimizer",
+    "deploy",
     "hold",
     "load",
     "load_",

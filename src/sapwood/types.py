@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -46,19 +47,21 @@ class Frozen:
 class Budget:
     """What may remain: a fraction (0 < x <= 1) or an absolute number (an int above 1).
 
+    ``latency`` is measured on the device of the model: a fraction of the dense model's, or a time such as "3.5ms".
     ``sparsity`` is the other way round, for masks: the fraction of zeros (0 <= x < 1).
     """
 
     channels: float | int | None = None
     params: float | int | None = None
     flops: float | int | None = None
+    latency: float | str | None = None
     sparsity: float | None = None
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         if len(given) != 1:
             raise explain(
-                "exactly one of channels, params, flops, sparsity",
+                "exactly one of channels, params, flops, latency, sparsity",
                 ", ".join(given) or "none",
                 "For example Budget(flops=0.5) keeps half of the floating-point operations.",
                 "Budget",
@@ -69,6 +72,11 @@ class Budget:
             if not number or not 0 <= value < 1:
                 remedy = "Budget(sparsity=0.9) makes 90% of the weights zero."
                 raise explain("a fraction of zeros from 0 to below 1", f"sparsity={value!r}", remedy, "Budget")
+            return
+        if name == "latency":
+            if not (number and 0 < value <= 1) and _milliseconds(value) is None:
+                remedy = "Budget(latency=0.5) halves it; Budget(latency='3.5ms') asks for a time (s, ms or us)."
+                raise explain("a fraction above 0 and at most 1, or a time", f"latency={value!r}", remedy, "Budget")
             return
         if not number or not (0 < value <= 1 or (value > 1 and float(value).is_integer())):
             raise explain(
@@ -84,12 +92,26 @@ class Budget:
 
     @property
     def is_fraction(self) -> bool:
-        return bool(getattr(self, self.kind) <= 1)
+        value = getattr(self, self.kind)
+        return not isinstance(value, str) and bool(value <= 1)
 
     def limit(self, dense: int) -> float:
         """The most that may remain, of ``dense``."""
         value = getattr(self, self.kind)
         return float(value * dense if self.is_fraction else value)
+
+    def limit_ms(self, dense_ms: float) -> float:
+        """The longest a forward may take, given what the dense model takes."""
+        given = _milliseconds(self.latency)
+        return given if given is not None else float(self.latency or 1.0) * dense_ms
+
+
+def _milliseconds(text: Any) -> float | None:
+    """``"3.5ms"``, ``"800us"`` or ``"0.2 s"``; None for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us|µs)\s*", text) if isinstance(text, str) else None
+    if found is None or float(found[1]) <= 0:
+        return None
+    return float(found[1]) * {"s": 1000.0, "ms": 1.0, "us": 0.001, "µs": 0.001}[found[2]]
 
 
 @dataclass(frozen=True)

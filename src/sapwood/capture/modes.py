@@ -23,6 +23,8 @@ from sapwood.capture.sizes import strip
 from sapwood.capture.tracker import Tracker
 
 _SHAPE = torch.Tensor.shape
+FUSED = {"scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")}
+"""Functions that run as one kernel, and their arguments by position."""
 _SIZE_METHODS = {"size", "numel", "nelement", "__len__"}
 
 
@@ -55,9 +57,14 @@ class WatchFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SIZE_METHODS and args and isinstance(args[0], torch.Tensor):
             return self._size(name, args, kwargs)
-        self.tracker.hints = hints_from(name, args, kwargs)
-        out = func(*[strip(a) for a in args], **{k: strip(v) for k, v in kwargs.items()})
+        self.tracker.hints, before = hints_from(name, args, kwargs), len(self.tracker.calls)
+        plain, named = [strip(a) for a in args], {k: strip(v) for k, v in kwargs.items()}
+        out = func(*plain, **named)
         self.tracker.hints = {}
+        if name in FUSED:  # one kernel, whatever it was taken apart into to be watched
+            del self.tracker.calls[before:]
+            given = dict(zip(FUSED[name], plain, strict=False)) | named
+            self.tracker.note_call(name, func, given, out)
         if name in HANDLERS:
             HANDLERS[name](self.tracker, args, kwargs, out)
         return out

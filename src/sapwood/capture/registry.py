@@ -97,6 +97,13 @@ def _is_pointwise(op: torch._ops.OpOverload) -> bool:
 
 
 @cache
+def _moves_nothing(op: torch._ops.OpOverload) -> bool:
+    """Views, and questions about tensors."""
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    return views or op.namespace == "prim" or op._schema.name in ("aten::_unsafe_view", "aten::empty")
+
+
+@cache
 def _parameters(op: torch._ops.OpOverload) -> tuple[tuple[str, Any], ...]:
     return tuple((a.name, a.default_value) for a in op._schema.arguments)
 
@@ -116,6 +123,14 @@ def apply_rule(tracker: Tracker, op: Any, args: Any, kwargs: Any, outputs: Any) 
         return
     call = Call(op, bind(op, args, kwargs), outputs, tracker)
     inputs = list(call.inputs())
+    _follow(call, inputs)
+    if not _moves_nothing(op):
+        tracker.note_call(op._schema.name, op, call.args, outputs)
+
+
+def _follow(call: Call, inputs: list[torch.Tensor]) -> None:
+    """Apply the operator's rule."""
+    tracker, op, outputs = call.tracker, call.op, call.outputs
     for tensor in inputs:
         tracker.use(tensor)
         if isinstance(tensor, torch.nn.Parameter) and tensor not in tracker.names:

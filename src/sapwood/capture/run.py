@@ -118,14 +118,14 @@ def _attempt(model: nn.Module, inputs: Inputs, tags: bool) -> Tracker:
     if not tracker.outputs:
         got = type(result).__name__
         raise explain("outputs that contain tensors", got, "Return the tensors to compare.", "the model's output")
-    work = list(tracker.work)
+    work, calls = list(tracker.work), list(tracker.calls)
     try:
         forward(model.train(), inputs, tracker)
         tracker.trains = True
     except SapwoodError:  # what it saw until then still counts
         parameters = {n for n, p in model.named_parameters()}
         tracker.complete = not (parameters - tracker.touched)
-    tracker.work = work
+    tracker.work, tracker.calls = work, calls
     return tracker
 
 

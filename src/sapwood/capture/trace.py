@@ -13,6 +13,7 @@ from sapwood.capture.classes import ALL_TIED, Classes, find_classes
 from sapwood.capture.forms import Form, System
 from sapwood.capture.isolation import undisturbed
 from sapwood.capture.mirrors import Mirror, find_mirrors
+from sapwood.capture.operators import OpCall, operator_calls
 from sapwood.capture.rules.contraction import KERNEL
 from sapwood.capture.run import as_call, watch
 from sapwood.capture.sizes import Attr, Expr, Width
@@ -63,6 +64,7 @@ class Trace:
     scales: frozenset[Site] = field(repr=False, default=frozenset())
     made: frozenset[Site] = field(repr=False, default=frozenset())
     outputs: list[tuple[int, ...]] = field(repr=False, default_factory=list)
+    calls: tuple[OpCall, ...] = field(repr=False, default=())
     mode: str = "fake"
     trains: bool = True
     """Whether a forward in training mode ran, so that the cut model's must run, too."""
@@ -209,11 +211,13 @@ class _Builder:
             if name in self.parameters
         )
         cache: dict[int, Form] = {}
-        for work in tracker.work:
-            for v in work.vectors:
-                if v not in cache:
-                    cache[v] = self._form(self.classes.label[tracker.vectors[v]])
-        flops = tuple((w.factor, tuple(cache[v] for v in w.vectors)) for w in tracker.work)
+
+        def form(vector: int) -> Form:
+            if vector not in cache:
+                cache[vector] = self._form(self.classes.label[tracker.vectors[vector]])
+            return cache[vector]
+
+        flops = tuple((w.factor, tuple(form(v) for v in w.vectors)) for w in tracker.work)
         costs = Costs(params, flops)
         rescales = tuple((self._form(self.classes.label[tracker.vectors[r.vector]]), r.maker) for r in tracker.rescales)
         return Trace(
@@ -230,6 +234,7 @@ class _Builder:
             scales=frozenset(tracker.scales),
             made=frozenset(self.made),
             outputs=tracker.outputs,
+            calls=operator_calls(tracker.calls, form),
             mode=mode,
             trains=tracker.trains,
             notes=tuple(f"the model reads a parameter that is not its own: {at}" for at in sorted(tracker.foreign)),

@@ -9,7 +9,7 @@ flows through the model carries, per dimension, either a vector of ids (one per 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sapwood.capture.calls import RawCall, RawSized, memory_order
 from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
 from sapwood.types import Site
 
@@ -85,6 +86,7 @@ class Tracker:
     attribute_roots: dict[str, Any] = field(default_factory=dict)
     attribute_values: dict[Expr, int] = field(default_factory=dict)
     work: list[Work] = field(default_factory=list)
+    calls: list[RawCall] = field(default_factory=list)
     rescales: list[Rescale] = field(default_factory=list)
     coordinates: dict[Site, np.ndarray] = field(default_factory=dict)
     made: list[np.ndarray] = field(default_factory=list)
@@ -279,6 +281,20 @@ class Tracker:
             else:
                 vectors.append(self.vector(ids))
         self.work.append(Work(factor, tuple(vectors)))
+
+    def raw(self, value: Any) -> Any:
+        """An argument with tensors replaced by what is known of their sizes."""
+        if isinstance(value, torch.Tensor):
+            vectors = tuple(None if i is None else self.vector(i) for i in self.ids(value))
+            return RawSized(tuple(value.shape), vectors, value.dtype, memory_order(value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.raw(v) for v in value) if type(value) in (list, tuple) else None
+        return value
+
+    def note_call(self, name: str, op: Any, args: Mapping[str, Any], outputs: Any) -> None:
+        results = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        made = tuple(self.raw(t) for t in results if isinstance(t, torch.Tensor))
+        self.calls.append(RawCall(name, op, tuple((k, self.raw(v)) for k, v in args.items()), made))
 
     # -- where we are -----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from sapwood.cli.bench import bench
 from sapwood.cli.cut import cut
 from sapwood.cli.demo import demo
 from sapwood.cli.export import export
@@ -26,6 +27,7 @@ app.command()(plan)
 app.command()(cut)
 app.command()(mask)
 app.command()(export)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

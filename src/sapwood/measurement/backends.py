@@ -130,10 +130,12 @@ def _compile(model: nn.Module, inputs: Inputs) -> Runner:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Every variant starts from nothing: what was compiled for others neither helps nor limits it."""
-    torch._dynamo.reset()
+    """Variants share their forward's code: how often that may be compiled is no reason to stop."""
     frozen = torch._inductor.config.patch(freezing=True)  # weights are constants: packed once
-    with torch._dynamo.config.patch(suppress_errors=False), frozen, warnings.catch_warnings():
+    patient = torch._dynamo.config.patch(
+        suppress_errors=False, recompile_limit=10**4, accumulated_recompile_limit=10**6
+    )
+    with patient, frozen, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -169,6 +171,8 @@ def session(path: Path | bytes, inputs: Inputs) -> Runner:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
+    # threads that spin while they wait take the cores from the variant whose turn it is
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     made = onnxruntime.InferenceSession(
         path if isinstance(path, bytes) else str(path), options, providers=["CPUExecutionProvider"]
     )

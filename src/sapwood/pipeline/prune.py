@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from sapwood.capture.fakes import fake_inputs, in_fake_mode
-from sapwood.capture.isolation import copied, undisturbed
-from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, as_call, tensors_in
-from sapwood.capture.skeleton import named_tensors, require_plain
+from sapwood.capture.isolation import undisturbed
+from sapwood.capture.run import as_call
+from sapwood.capture.skeleton import require_plain
 from sapwood.capture.trace import Trace
-from sapwood.capture.trace import trace as make_trace
-from sapwood.errors import SapwoodError
-from sapwood.planning.counts import units_of
-from sapwood.planning.draft import build_plan, draft_plan
-from sapwood.scoring import Score, score_groups
+from sapwood.errors import SapwoodError, explain
+from sapwood.pipeline.latency import LatencyPlanner
+from sapwood.pipeline.planner import Planner, Tell
+from sapwood.pipeline.rounding import preferred
+from sapwood.planning.draft import ALLOCATIONS
+from sapwood.scoring import Score
 from sapwood.surgery.check import check as run_check
-from sapwood.surgery.cut import cut, shape_of_cut
+from sapwood.surgery.cut import cut
 from sapwood.types import Budget, CheckResult, Plan
-
-Fails = Callable[[Plan], str]
-"""A plan -> what is wrong with the model it gives; empty when nothing is."""
 
 
 @dataclass(frozen=True)
@@ -38,96 +33,6 @@ class Pruned:
     trace: Trace
 
 
-@dataclass
-class _Planner:
-    """One trace and one set of scores, from which plans are drafted until one holds."""
-
-    model: nn.Module
-    inputs: Inputs
-    budget: Budget
-    score: Score
-    options: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.trace = make_trace(self.model, self.inputs)
-        tensors = named_tensors(self.model)
-        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales)
-        self.barred: dict[str, str] = {}
-
-    def plan_until(self, fails: Fails) -> Plan:
-        """Draft a plan; while it fails, find the groups at fault and leave them whole."""
-        while True:
-            plan = draft_plan(self.trace, self.scores, self.budget, frozen_groups=self.barred, **self.options)
-            problem = fails(plan)
-            if not problem:
-                return plan
-            found = {n: why for n, why in self._at_fault(plan, fails, problem).items() if n not in self.barred}
-            if not found:
-                raise SapwoodError(
-                    f"{type(self.model).__name__}: expected the same output from the same inputs; even with nothing "
-                    f"cut, {problem}. A model whose output differs from run to run cannot be checked: make it "
-                    "deterministic in evaluation mode."
-                )
-            self.barred |= found
-
-    def _at_fault(self, plan: Plan, fails: Fails, problem: str) -> dict[str, str]:
-        """Bisect over groups (with those they are tied to) for one that fails by itself."""
-        units = self._tied(list(plan.groups))
-        while len(units) > 1:
-            half = len(units) // 2
-            for part in (units[:half], units[half:]):
-                found = fails(self._only(plan, part))
-                if found:
-                    units, problem = part, found
-                    break
-            else:
-                break  # only together do they fail: leave out all that is left
-        return {name: problem for unit in units for name in unit}
-
-    def _only(self, plan: Plan, units: Sequence[Sequence[str]]) -> Plan:
-        wanted = {name for unit in units for name in unit}
-        return build_plan(self.trace, {n: k for n, k in plan.groups.items() if n in wanted})
-
-    def _tied(self, names: list[str]) -> list[list[str]]:
-        """Groups of the plan that must be cut together because sizes depend on one another."""
-        index = {g.name: i for i, g in enumerate(self.trace.groups)}
-        units = units_of(self.trace.dense, [f for f, _ in self.trace.constraints])
-        by_group = {g: n for n, u in enumerate(units) for g in u.groups}
-        found: dict[int, list[str]] = {}
-        for name in names:
-            found.setdefault(by_group[index[name]], []).append(name)
-        return list(found.values())
-
-    def runs(self, plan: Plan) -> str:
-        """Try the cut, without data where the trace did: does it run, and give outputs of the same shapes?"""
-        return self._attempt(plan, train=False) or self.trains(plan)
-
-    def trains(self, plan: Plan) -> str:
-        """If the dense model runs in training mode, the cut one must."""
-        return self._attempt(plan, train=True) if self.trace.trains else ""
-
-    def _attempt(self, plan: Plan, train: bool) -> str:
-        if not plan.keep:
-            return ""
-        if self.trace.mode == "real":
-            return self._try(cut(self.model, plan), copied(self.inputs), train)
-        return in_fake_mode(
-            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train)
-        )
-
-    def _try(self, small: nn.Module, inputs: Inputs, train: bool) -> str:
-        try:
-            with torch.no_grad(), plain_paths():
-                outputs = small.train(train)(*inputs[0], **inputs[1])
-        except Exception as error:
-            when = " in training mode" if train else ""
-            return f"the cut model's forward raised {type(error).__name__}{when}: {error}"
-        shapes = [tuple(t.shape) for t in tensors_in(outputs)]
-        if not train and shapes != self.trace.outputs:
-            return f"outputs changed from {self.trace.outputs} to {shapes}"
-        return ""
-
-
 @undisturbed()
 def make_plan(
     model: nn.Module,
@@ -136,10 +41,17 @@ def make_plan(
     score: Score = "l1",
     allocate: str = "global",
     ignore: Iterable[str] = (),
-    round_to: int | None = None,
+    round_to: int | str | None = None,
+    backend: str = "auto",
+    tell: Tell | None = None,
 ) -> Plan:
-    """Decide what to keep. The plan is tried on tensors without data before it is handed out."""
-    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to)
+    """Decide what to keep. The plan is tried on tensors without data before it is handed out.
+
+    With ``Budget(latency=...)`` widths are chosen by what operators take on the model's device, for a batch such as
+    ``example_inputs``; the cut model is measured as ``deploy`` runs it by ``backend``, and the plan corrected until
+    the budget is met within 3%. ``tell(what, done, of)`` hears of the progress.
+    """
+    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell)
     return planner.plan_until(planner.runs)
 
 
@@ -151,10 +63,12 @@ def prune(
     score: Score = "l1",
     allocate: str = "global",
     ignore: Iterable[str] = (),
-    round_to: int | None = None,
+    round_to: int | str | None = None,
+    backend: str = "auto",
+    tell: Tell | None = None,
 ) -> Pruned:
     """Trace, score, plan, cut and check. The model given is not changed; the one returned holds."""
-    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to)
+    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell)
     results: dict[int, tuple[nn.Module, CheckResult]] = {}
 
     def fails(plan: Plan) -> str:
@@ -165,6 +79,8 @@ def prune(
         return planner.trains(plan) if result.passed else result.notes[-1]
 
     plan = planner.plan_until(fails)
+    if id(plan) not in results:  # a latency plan: the one chosen need not be the last one tried
+        fails(plan)
     small, result = results[id(plan)]
     return Pruned(small, plan, result, planner.trace)
 
@@ -176,16 +92,29 @@ def _planner(
     score: Score,
     allocate: str,
     ignore: Iterable[str],
-    round_to: int | None,
-) -> _Planner:
+    round_to: int | str | None,
+    backend: str,
+    tell: Tell | None,
+) -> Planner:
     if not isinstance(budget, Budget):
         raise SapwoodError(
             f"budget: expected a Budget; got {budget!r}. For example sw.Budget(flops=0.5) keeps half of the FLOPs."
         )
     if budget.kind == "sparsity":
         raise SapwoodError(
-            "budget: expected channels, params or flops; got sparsity, which is about zeros. Use sw.mask for it."
+            "budget: expected channels, params, flops or latency; got sparsity, which is about zeros. "
+            "Use sw.mask for it."
         )
+    if allocate not in ALLOCATIONS:
+        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
+    if not (round_to in (None, "auto") or (isinstance(round_to, int) and round_to >= 1)):
+        got, remedy = repr(round_to), "For example round_to=8, or round_to='auto'."
+        raise explain("a whole number of at least 1, or 'auto'", got, remedy, "round_to")
+    model, call = require_plain(model), as_call(example_inputs)
     name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
-    options: dict[str, Any] = {"allocate": allocate, "ignore": ignore, "round_to": round_to, "score_name": name}
-    return _Planner(require_plain(model), as_call(example_inputs), budget, score, options)
+    latency = budget.kind == "latency"
+    steps: Any = preferred(model, call) if round_to == "auto" or (latency and round_to is None) else round_to
+    options: dict[str, Any] = {"allocate": allocate, "ignore": ignore, "round_to": steps, "score_name": name}
+    if latency:
+        return LatencyPlanner(model, call, budget, score, options, tell, backend)
+    return Planner(model, call, budget, score, options, tell)

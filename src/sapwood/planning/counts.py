@@ -88,12 +88,33 @@ def _solve(
     return None if found.x is None else np.round(found.x[:size]) * steps
 
 
-def steps_for(round_to: int | None, blocks: Sequence[int], widths: Sequence[int]) -> np.ndarray:
+def steps_for(round_to: RoundTo, blocks: Sequence[int], widths: Sequence[int]) -> np.ndarray:
     """The step of each group's count so that its size in weights is a multiple of ``round_to``."""
     if round_to is None:
         return np.ones(len(widths))
-    steps = [round_to // math.gcd(round_to, block) for block in blocks]
+    steps = []
+    for block, width in zip(blocks, widths, strict=True):
+        wanted = round_to.step(block * width) if isinstance(round_to, Steps) else round_to
+        steps.append(wanted // math.gcd(wanted, block))
     return np.array([s if s <= w else 1 for s, w in zip(steps, widths, strict=True)], dtype=float)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The step a device likes for wide layers, and the least that keeps it from its slow kernels.
+
+    Narrow layers take smaller steps, a quarter of their width, so that they can be cut at all.
+    """
+
+    wide: int
+    least: int
+
+    def step(self, size: int) -> int:
+        fits = 1 << int(math.log2(max(size // 4, 1)))
+        return max(self.least, min(self.wide, fits))
+
+
+RoundTo = int | Steps | None
 
 
 @dataclass

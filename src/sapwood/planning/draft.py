@@ -13,7 +13,7 @@ import numpy as np
 from sapwood.capture.sizes import Attr
 from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError, explain
-from sapwood.planning.counts import Allocator, steps_for, units_of
+from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_of
 from sapwood.types import Budget, Plan, Scale
 
 ALLOCATIONS = ("uniform", "global")
@@ -25,33 +25,46 @@ def draft_plan(
     budget: Budget,
     allocate: str = "global",
     ignore: Iterable[str] = (),
-    round_to: int | None = None,
+    round_to: RoundTo = None,
     score_name: str = "",
     frozen_groups: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
     if allocate not in ALLOCATIONS:
         raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
-    if round_to is not None and (not isinstance(round_to, int) or round_to < 1):
-        raise explain("a whole number of at least 1", repr(round_to), "For example round_to=8.", "round_to")
-    ignored = ignored_groups(trace, ignore)
     barred = frozen_groups or {}
-    fixed = np.array([g.name in ignored or g.name in barred for g in trace.groups], dtype=bool)
-    counts = _count(trace, scores, budget, allocate, round_to, fixed, barred)
+    counts = _count(trace, scores, budget, allocate, round_to, fixed_groups(trace, ignore, barred), barred)
+    return plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
+
+
+def fixed_groups(trace: Trace, ignore: Iterable[str], barred: Mapping[str, str]) -> np.ndarray:
+    """Which groups stay whole."""
+    ignored = ignored_groups(trace, ignore)
+    return np.array([g.name in ignored or g.name in barred for g in trace.groups], dtype=bool)
+
+
+def plan_of_counts(
+    trace: Trace,
+    scores: Sequence[np.ndarray],
+    counts: Sequence[int],
+    budget: Mapping[str, Any],
+    barred: Mapping[str, str],
+) -> Plan:
+    """Keep the best channels of each group, so many of them."""
     kept = {
         g.name: tuple(sorted(np.argsort(-s, kind="stable")[:n].tolist()))
         for g, s, n in zip(trace.groups, scores, counts, strict=True)
         if n < g.width
     }
     notes = trace.notes + tuple(f"group {name} was left whole: {why}" for name, why in barred.items())
-    return build_plan(trace, kept, budget=_describe(budget, allocate, round_to, score_name), notes=notes)
+    return build_plan(trace, kept, budget=budget, notes=notes)
 
 
-def _describe(budget: Budget, allocate: str, round_to: int | None, score_name: str) -> dict[str, Any]:
+def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
         "allocate": allocate,
-        "round_to": round_to,
+        "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
 
@@ -61,7 +74,7 @@ def _count(
     scores: Sequence[np.ndarray],
     budget: Budget,
     allocate: str,
-    round_to: int | None,
+    round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
 ) -> list[int]:
@@ -70,7 +83,6 @@ def _count(
     limit = budget.limit(dense)
     if limit >= dense:
         return trace.dense
-    blocks = [max(m.shape[1] for m in g.members.values()) for g in trace.groups]
     ranks = _ranks(scores)
 
     def targets(level: float) -> np.ndarray:
@@ -82,7 +94,7 @@ def _count(
     allocator = Allocator(
         units_of(trace.dense, [form for form, _ in trace.constraints]),
         widths,
-        steps_for(round_to, blocks, trace.dense),
+        steps_for(round_to, block_sizes(trace), trace.dense),
         fixed,
         targets,
         lambda counts: trace.costs.evaluate(budget.kind, [int(c) for c in counts]),
@@ -95,6 +107,11 @@ def _count(
     if least > limit:
         raise _unreachable(trace, budget, int(least), dense, limit, barred)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
+
+
+def block_sizes(trace: Trace) -> list[int]:
+    """How many indices of a weight one channel of each group owns, at most."""
+    return [max(m.shape[1] for m in g.members.values()) for g in trace.groups]
 
 
 def _ranks(scores: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -1,0 +1,304 @@
+"""What a cut gains on this device, in deployed form, and how near latency budgets come.
+
+    python -m benchmarks.latency --part half|plans|equal|sweep [--models a,b] [--batch 64] [--backend auto]
+                                 [--device cuda] [--dtype bfloat16] [--out FILE]
+
+half   half of the channels removed (uniform, round_to="auto"), dense and cut each in its best deployed form
+plans  latency budgets of 70%, 50% and 35%; also measured at batch 1
+equal  at the latency of uniform and of FLOP-budget plans: the score that a latency plan keeps
+sweep  10% to 90% of the channels removed: plain plan, round_to="auto", and latency budgets
+
+Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is a column where the package
+``torch_pruning`` can be imported. Results are merged into the JSON file, by part, model and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import sapwood as sw
+from sapwood.capture.skeleton import named_tensors
+from sapwood.measurement import count, take_turns
+from sapwood.measurement.deploy import Deployed, deploy
+from sapwood.measurement.machine import ceilings, describe
+from sapwood.pipeline.latency import total_score
+from sapwood.scoring import score_groups
+
+ZOO = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16", "swin_t")
+
+
+def library() -> Any:
+    try:
+        from tests.zoo.torchvision_models import import_torchvision
+
+        return import_torchvision().models
+    except ImportError:
+        from torchvision import models
+
+        return models
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.o = options
+        self.device = torch.device(options.device)
+        self.dtype = getattr(torch, options.dtype)
+        self.results: dict[str, Any] = {}
+        self.path = Path(options.out)
+        if self.path.exists():
+            self.results = json.loads(self.path.read_text())
+        self.console = Console(width=160)
+
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = getattr(library(), name)().eval()
+        head = getattr(model, "heads", None)
+        if head is not None:  # torchvision starts the head of a ViT at zero, which would hide any error
+            nn.init.normal_(head[-1].weight, std=0.02)
+        model = model.to(self.device, self.dtype)
+        return model.to(memory_format=torch.channels_last) if self.device.type == "cuda" else model
+
+    def inputs(self, batch: int) -> torch.Tensor:
+        x = torch.randn(batch, 3, 224, 224, device=self.device, dtype=self.dtype)
+        return x.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else x
+
+    def deployed(self, model: nn.Module, x: torch.Tensor, backend: str | None = None) -> Deployed:
+        return deploy(model, x, backend or self.o.backend, seconds=self.o.seconds)
+
+    def turns(self, forms: dict[str, Deployed], x: torch.Tensor) -> dict[str, Any]:
+        calls = {n: f.runner_for(((x,), {})).call for n, f in forms.items()}
+        with torch.no_grad():
+            times = take_turns(calls, 2 * self.o.seconds, device=self.device)
+        return {
+            n: {
+                "ms": t.median_ms,
+                "low_ms": t.low_ms,
+                "high_ms": t.high_ms,
+                "speed": t.speed,
+                "speed_interval": [t.speed_low, t.speed_high],
+                "form": forms[n].form,
+                "notes": forms[n].notes,
+                "error": forms[n].error,
+            }
+            for n, t in times.items()
+        }
+
+    def keep(self, part: str, key: str, found: dict[str, Any], started: float) -> None:
+        about = {"date": datetime.date.today().isoformat(), "sapwood": sw.__version__, **describe(self.device)}
+        about |= {"dtype": self.o.dtype, "backend": self.o.backend, "took_s": round(time.time() - started, 1)}
+        self.results.setdefault(part, {})[key] = {"about": about, **found}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
+
+    def peer(self, model: nn.Module, kept: float, name: str) -> nn.Module | str:
+        """The same channel ratio by Torch-Pruning, or why there is none."""
+        try:
+            import torch_pruning as tp
+        except ImportError:
+            return "not installed"
+        try:
+            own = copy.deepcopy(model).float().cpu()
+            heads = [m for m in own.modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
+            settings: dict[str, Any] = {}
+            if name == "vit_b_16":
+                settings["num_heads"] = {m: m.num_heads for m in own.modules() if isinstance(m, nn.MultiheadAttention)}
+                settings["unwrapped_parameters"] = [(own.class_token, 2), (own.encoder.pos_embedding, 2)]
+            pruner = tp.pruner.MagnitudePruner(
+                own,
+                torch.randn(1, 3, 224, 224),
+                importance=tp.importance.MagnitudeImportance(p=1),
+                pruning_ratio=1 - kept,
+                ignored_layers=heads,
+                **settings,
+            )
+            pruner.step()
+            own(torch.randn(1, 3, 224, 224))
+            own = own.eval().to(self.device, self.dtype)
+            return own.to(memory_format=torch.channels_last) if self.device.type == "cuda" else own
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def half(self, name: str, batch: int) -> None:
+        started, model, x = time.time(), self.model(name), self.inputs(batch)
+        done = sw.prune(model, x[:1], sw.Budget(channels=0.5), allocate="uniform", round_to="auto")
+        variants: dict[str, nn.Module] = {"dense": model, "half": done.model}
+        peer = self.peer(model, 0.5, name)
+        if isinstance(peer, nn.Module):
+            variants["torch_pruning"] = peer
+        forms = {n: self.deployed(m, x) for n, m in variants.items()}
+        found = self.turns(forms, x)
+        ceiling = ceilings(self.device, self.dtype)
+        for variant, made in variants.items():
+            counted = count(made, x[:1])
+            moved = counted["weight_bytes"] + 2 * batch * counted["activation_bytes"]
+            floor = ceiling.floor_ms(batch * counted["flops"], moved)
+            found[variant] |= {
+                **counted,
+                "floor_ms": floor,
+                "of_roofline": floor / found[variant]["ms"],
+                "forms": {f.name: f.timing.median_ms if f.timing else f.reason for f in forms[variant].forms},
+            }
+        saved = found["dense"]["flops"] / found["half"]["flops"]
+        found["flops_saved"] = saved
+        found["became_speed"] = found["half"]["speed"] / saved
+        found["peer"] = peer if isinstance(peer, str) else "measured"
+        found["plan"] = {
+            "check": done.check.status,
+            "achieved": dict(done.plan.achieved),
+            "budget": dict(done.plan.budget),
+        }
+        found["ceilings"] = {"bytes_per_s": ceiling.bytes_per_s, "flops_per_s": ceiling.flops_per_s}
+        self.keep("half", f"{name}, batch {batch}", found, started)
+        speeds = {n: round(found[n]["speed"], 3) for n in variants}
+        self.console.print(f"half {name} batch {batch}: {speeds}, {found['half']['ms']:.3f} ms, peer {found['peer']}")
+
+    def plans(self, name: str, batch: int) -> None:
+        model, x, one = self.model(name), self.inputs(batch), self.inputs(1)
+        for share in (0.7, 0.5, 0.35):
+            started = time.time()
+            try:
+                plan = sw.make_plan(model, x, sw.Budget(latency=share), backend=self.o.backend)
+            except sw.SapwoodError as error:
+                self.console.print(f"plans {name} {share}: {error}")
+                self.keep("plans", f"{name}, batch {batch}, {share}", {"failed": str(error)}, started)
+                continue
+            took = time.time() - started
+            small = sw.cut(model, plan)
+            kept = plan.achieved["channels"] / plan.achieved["dense_channels"]
+            variants: dict[str, nn.Module] = {"dense": model, "cut": small}
+            peer = self.peer(model, kept, name) if self.o.peer else "not asked for"
+            if isinstance(peer, nn.Module):
+                variants["torch_pruning"] = peer
+            found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(plan.achieved)}
+            for size, batch_x in ((batch, x), (1, one)):
+                found[f"batch {size}"] = self.turns(
+                    {n: self.deployed(m, batch_x) for n, m in variants.items()}, batch_x
+                )
+            found["latency"] = 1 / found[f"batch {batch}"]["cut"]["speed"]
+            found["peer"] = peer if isinstance(peer, str) else "measured"
+            found["score_kept"] = self.score(model, plan)
+            self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
+            self.console.print(
+                f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
+                f"batch 1 {1 / found['batch 1']['cut']['speed']:.3f}, plan took {took:.0f} s, notes {plan.notes}"
+            )
+
+    def score(self, model: nn.Module, plan: sw.Plan) -> float:
+        if not hasattr(self, "traced") or self.traced[0] is not model:
+            seen = sw.trace(model, self.inputs(1))
+            self.traced = model, seen, score_groups(named_tensors(model), seen.groups, "l1", seen.scales)
+        _, seen, scores = self.traced
+        return total_score(scores, plan, [g.name for g in seen.groups])
+
+    def equal(self, name: str, batch: int) -> None:
+        model, x = self.model(name), self.inputs(batch)
+        for other, options in (("uniform", {"channels": 0.6}), ("flops", {"flops": 0.5})):
+            started = time.time()
+            allocate = "uniform" if other == "uniform" else "global"
+            plan = sw.make_plan(model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto")
+            forms = {"dense": self.deployed(model, x), other: self.deployed(sw.cut(model, plan), x)}
+            share = min(1.0, 1 / self.turns(forms, x)[other]["speed"])
+            ours = sw.make_plan(model, x, sw.Budget(latency=share), backend=self.o.backend)
+            forms["latency"] = self.deployed(sw.cut(model, ours), x)
+            found: dict[str, Any] = self.turns(forms, x)
+            found |= {"score_other": self.score(model, plan), "score_latency": self.score(model, ours)}
+            self.keep("equal", f"{name}, batch {batch}, {other}", found, started)
+            self.console.print(
+                f"equal {name}: {other} {1 / found[other]['speed']:.3f} keeps {found['score_other']:.3f}, latency plan "
+                f"{1 / found['latency']['speed']:.3f} keeps {found['score_latency']:.3f}"
+            )
+
+    def sweep(self, name: str, batch: int) -> None:
+        """Every cut in the same form, so that a curve is a curve."""
+        started, model, x = time.time(), self.model(name), self.inputs(batch)
+        dense = self.deployed(model, x)
+        backend = dense.form.rpartition(", ")[2] if dense.form != "as given" else "eager"
+        rows: dict[str, dict[str, Any]] = {}
+        for tenth in range(1, 10):
+            left = 1 - tenth / 10
+            makers: dict[str, Callable[[], nn.Module]] = {
+                "plain": lambda left=left: self.cut_to(model, x, left, None),
+                "auto": lambda left=left: self.cut_to(model, x, left, "auto"),
+            }
+            if self.o.peer:
+                makers["torch_pruning"] = lambda left=left: self.need(self.peer(model, left, name))
+            forms, row = {"dense": dense}, {}
+            for kind, make in makers.items():
+                try:
+                    forms[kind] = self.deployed(make(), x, backend)
+                except Exception as error:
+                    row[kind] = " ".join(str(error).split())[:150]
+            times = self.turns(forms, x)
+            rows[f"{tenth * 10}%"] = row | {n: t["speed"] for n, t in times.items() if n != "dense"}
+            self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
+        self.keep("sweep", f"{name}, batch {batch}", {"form": dense.form, "speed": rows}, started)
+
+    def cut_to(self, model: nn.Module, x: torch.Tensor, left: float, round_to: Any) -> nn.Module:
+        plan = sw.make_plan(model, x[:1], sw.Budget(channels=left), allocate="uniform", round_to=round_to)
+        return sw.cut(model, plan)
+
+    def need(self, made: nn.Module | str) -> nn.Module:
+        if isinstance(made, str):
+            raise RuntimeError(made)
+        return made
+
+
+def show(path: Path) -> None:
+    """The tables that the README quotes."""
+    results, console = json.loads(path.read_text()), Console(width=160)
+    for part, rows in results.items():
+        table = Table(title=part, title_justify="left")
+        table.add_column("what")
+        table.add_column("result")
+        for key, row in rows.items():
+            told = {
+                k: v
+                for k, v in row.items()
+                if k in ("latency", "became_speed", "score_other", "score_latency", "speed")
+            }
+            for variant in ("half", "torch_pruning"):
+                if isinstance(row.get(variant), dict):
+                    told[variant] = round(row[variant]["speed"], 3)
+            table.add_row(key, str(told))
+        console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="half")
+    parser.add_argument("--models", default=",".join(ZOO))
+    parser.add_argument("--batch", default="64")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--out", default="benchmarks/results/latency.json")
+    options = parser.parse_args()
+    bench = Bench(options)
+    for part in options.part.split(","):
+        for name in options.models.split(","):
+            for batch in options.batch.split(","):
+                try:
+                    getattr(bench, part)(name, int(batch))
+                except Exception as error:
+                    bench.console.print(f"{part} {name} batch {batch} failed: {type(error).__name__}: {error}"[:600])
+    show(bench.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""``deploy``: the form of a model that is fastest on this device, of those that compute the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sapwood.capture.isolation import copied, undisturbed
+from sapwood.capture.run import Inputs, as_call, tensors_in
+from sapwood.capture.skeleton import rebuild, require_plain
+from sapwood.errors import SapwoodError, explain
+from sapwood.measurement.backends import BACKENDS, Runner, available, device_of, prepare
+from sapwood.measurement.clock import Timing, take_turns
+from sapwood.measurement.packing import pack
+from sapwood.measurement.rewrite import rewrite
+from sapwood.storage.fold import fold_batch_norms
+from sapwood.surgery.check import full_precision, relative_error
+
+HALF = (torch.float16, torch.bfloat16)
+SAME = {"cpu": 1e-4, "cuda": 5e-3}  # float32 may run as TF32 on a GPU
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form that was tried: how long it takes, how far its output is off, or why it was left out."""
+
+    name: str
+    timing: Timing | None
+    error: float
+    prepare_seconds: float
+    notes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class Deployed(nn.Module):
+    """A model in its fastest form. Call it like the model; inputs of other shapes run in the plain form.
+
+    ``form`` names the form, ``forms`` are all that were tried, ``error`` is how far its output is off.
+    """
+
+    def __init__(self, plain: nn.Module, inputs: Inputs, runner: Runner, form: Form, forms: tuple[Form, ...]) -> None:
+        super().__init__()
+        self.plain = plain
+        self._runner, self._shapes = runner, _signature(inputs)
+        self.form, self.error, self.notes = form.name, form.error, form.notes
+        self.forms = forms
+        self.eval()
+
+    @property
+    def speed(self) -> float:
+        """Against the model as it was given."""
+        return next(f.timing.speed for f in self.forms if f.name == self.form and f.timing is not None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _signature((args, kwargs)) != self._shapes:
+            with torch.no_grad():
+                return self.plain(*args, **kwargs)
+        return self._runner.run(*args, **kwargs)
+
+    def runner_for(self, inputs: Inputs) -> Runner:
+        """What is timed: the form itself, on the inputs it was made for."""
+        if _signature(inputs) != self._shapes:
+            raise explain(f"inputs of {self._shapes[0]}", f"{_signature(inputs)[0]}", "Deploy for those.", "deployed")
+        return self._runner
+
+
+def _signature(inputs: Inputs) -> tuple[Any, ...]:
+    leaves, structure = pytree.tree_flatten(inputs)
+    shapes = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, torch.Tensor) else repr(v) for v in leaves)
+    return shapes, str(structure)
+
+
+@undisturbed()
+def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float = 3.0) -> Deployed:
+    """Try the forms that compute the same thing, check each against the model, and keep the fastest.
+
+    Batch norms are folded, convolutions laid out and fused as the device likes, 2:4 weights packed where that pays.
+    ``backend`` limits the forms to one way of running. The model given is not changed.
+    """
+    model, call = require_plain(model), as_call(inputs)
+    device = device_of(model, call)
+    choices = available(device)
+    if backend != "auto" and backend not in BACKENDS:
+        raise explain(f"auto or one of {', '.join(BACKENDS)}", repr(backend), "Choose how it is run.", "backend")
+    plain = rebuild(model, lambda _, tensor: tensor.detach().clone()).eval()
+    judge = _Judge(plain, call)
+    runners: dict[str, Runner] = {"as given": prepare(plain, call, "eager")}
+    forms: dict[str, Form] = {}
+    for name, build, way in _forms(plain, call, device, choices if backend == "auto" else [backend]):
+        found = _try(build, way, call, judge)
+        if isinstance(found, str):
+            forms[name] = Form(name, None, float("inf"), 0.0, reason=found)
+        else:
+            runners[name], forms[name] = found[0], Form(name, None, found[1], found[0].prepare_seconds, found[0].notes)
+    if backend != "auto" and len(runners) == 1:
+        raise SapwoodError(_nothing_left(backend, list(forms.values())))
+    with torch.no_grad():
+        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
+    forms["as given"] = Form("as given", times["as given"], 0.0, 0.0)
+    done = [_timed(f, times.get(f.name)) for f in forms.values()]
+    open_ = [f for f in done if f.timing is not None and (backend == "auto" or f.name != "as given")]
+    best = min(open_, key=lambda f: f.timing.median_ms if f.timing else float("inf"))
+    return Deployed(plain, call, runners[best.name], best, tuple(done))
+
+
+def _timed(form: Form, timing: Timing | None) -> Form:
+    return Form(form.name, timing, form.error, form.prepare_seconds, form.notes, form.reason)
+
+
+def _forms(
+    model: nn.Module, inputs: Inputs, device: torch.device, backends: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, tuple[str, ...]]], str]]:
+    """Names, how to make the model of each, and what runs it."""
+    made: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+
+    def once(name: str, make: Callable[[], tuple[nn.Module, tuple[str, ...]]]) -> Any:
+        def build() -> tuple[nn.Module, tuple[str, ...]]:
+            if name not in made:
+                made[name] = make()
+            return made[name]
+
+        return build
+
+    folded = once("folded", lambda: _folded(model, inputs))
+    wide = once("channels_last", lambda: _channels_last(folded()))
+    images = any(isinstance(m, nn.Conv2d) for m in model.modules())
+    if device.type == "cuda":
+        arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
+        for backend in backends:
+            yield f"arranged, {backend}" if images else backend, arranged, backend
+        packed = pack(model, inputs)
+        if packed is not None:
+            yield "2:4, graph", lambda: packed, "graph"
+        return
+    for backend in backends:
+        yield f"folded, {backend}", folded, backend
+        if images and backend in ("eager", "compile"):
+            yield f"channels_last, {backend}", wide, backend
+
+
+def _folded(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]]:
+    folded, names = fold_batch_norms(model, inputs)
+    return folded, (f"{len(names)} batch norms folded",) if names else ()
+
+
+def _channels_last(made: tuple[nn.Module, tuple[str, ...]]) -> tuple[nn.Module, tuple[str, ...]]:
+    model = rebuild(made[0], lambda _, tensor: tensor.detach().clone()).eval()
+    moved: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return moved, (*made[1], "channels_last")
+
+
+def _arranged(made: tuple[nn.Module, tuple[str, ...]], inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]]:
+    try:
+        model, used = rewrite(made[0], inputs)
+    except Exception as error:
+        why = " ".join(str(error).split())[:120]
+        return made[0], (*made[1], f"convolutions left as they are: the export raised {type(error).__name__}: {why}")
+    told = ", ".join(f"{n} {way}" for way, n in used.items())
+    return model, (*made[1], f"convolutions: {told}") if told else made[1]
+
+
+def _try(
+    build: Callable[[], tuple[nn.Module, tuple[str, ...]]], backend: str, inputs: Inputs, judge: _Judge
+) -> tuple[Runner, float] | str:
+    """A runner whose output was found to be right and how far it is off, or why there is none."""
+    try:
+        model, notes = build()
+        runner = prepare(model, inputs, backend)
+        if runner.backend != backend:
+            return runner.notes[0]
+        runner.notes = (*notes, *runner.notes)
+        runner.run = judge.in_shape(runner.run)
+        off = judge.error(runner.run(*inputs[0], **inputs[1]))
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        return why if isinstance(error, SapwoodError) else f"{type(error).__name__}: {why}"
+    return (runner, off) if off <= judge.allowed else f"its output is off by {off:.1e}; {judge.allowed:.1e} is allowed"
+
+
+class _Judge:
+    """Compares outputs with the model's; in half precision a float32 copy says how far the model itself is off."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        half = any(t.dtype in HALF for t in model.parameters())
+        with torch.no_grad():
+            args, kwargs = copied(inputs)
+            outputs = model(*args, **kwargs)
+            self.leaves, self.structure = pytree.tree_flatten(outputs)
+            plain = list(tensors_in(outputs))
+            self.wanted, self.allowed = plain, SAME.get(plain[0].device.type if plain else "cpu", 1e-4)
+            if half:
+                wide = rebuild(model, lambda _, t: t.detach().float() if t.dtype in HALF else t.detach().clone())
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _widen, copied(inputs))
+                with full_precision():
+                    self.wanted = list(tensors_in(wide.eval()(*args, **kwargs)))
+                self.allowed = max(3 * self.error(plain), 1e-2)
+
+    def in_shape(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Outputs in the model's own structure, where a backend gives a list of tensors."""
+
+        def shaped(*args: Any, **kwargs: Any) -> Any:
+            outputs = run(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten(outputs)
+            if structure == self.structure:
+                return outputs
+            if not all(isinstance(v, torch.Tensor) for v in self.leaves) or len(leaves) != len(self.leaves):
+                raise explain("outputs that are tensors only", "others", "Use another backend.", "deploy")
+            return pytree.tree_unflatten(leaves, self.structure)
+
+        return shaped
+
+    def error(self, outputs: Any) -> float:
+        got = list(tensors_in(outputs))
+        if [t.shape for t in got] != [t.shape for t in self.wanted]:
+            return float("inf")
+        return max((relative_error(a, b.to(a.device)) for a, b in zip(self.wanted, got, strict=True)), default=0.0)
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _nothing_left(backend: str, forms: Sequence[Form]) -> str:
+    why = "; ".join(f"{f.name}: {f.reason}" for f in forms) or "no form of it runs there"
+    return f"deploy: expected a form that runs by {backend!r}; got none ({why}). Use backend='auto'."

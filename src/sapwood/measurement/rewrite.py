@@ -1,0 +1,159 @@
+"""A model's graph with each convolution computed in the fastest way, with its bias, sum and relu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sapwood.capture.run import Inputs
+from sapwood.measurement.convolutions import Arranged, Conv, fastest_way
+from sapwood.storage.export import quiet
+
+_aten: Any = torch.ops.aten
+_RELU = (_aten.relu.default, _aten.relu_.default)
+_ADD = (_aten.add.Tensor, _aten.add_.Tensor)
+
+
+@dataclass
+class _Site:
+    """A convolution node, and the nodes after it that can be done with it."""
+
+    node: fx.Node
+    last: fx.Node
+    other: fx.Node | None
+    conv: Conv
+
+
+def rewrite(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, int]]:
+    """The exported graph of a model in evaluation mode, and how many convolutions run in which way."""
+    with quiet(), torch.no_grad():
+        made: Any = torch.export.export(model, *inputs, strict=False).module()
+    nodes: fx.Graph = made.graph
+    _join_biases(made)
+    used: dict[str, int] = {}
+    for node in list(nodes.nodes):
+        if node.op == "call_function" and node.target is _aten.conv2d.default and _plain(node):
+            name = _replace(made, _site(node))
+            used[name] = used.get(name, 0) + 1
+    nodes.lint()
+    made.recompile()
+    return made, used
+
+
+def _plain(node: fx.Node) -> bool:
+    x, weight = _value(node.args[0]), _value(node.args[1])
+    return weight.is_cuda and x.dim() == 4 and x.dtype == weight.dtype and node.args[1].op == "get_attr"  # type: ignore[union-attr]
+
+
+def _value(node: Any) -> torch.Tensor:
+    found: torch.Tensor = node.meta["val"]
+    return found
+
+
+def _site(node: fx.Node) -> _Site:
+    """Look ahead: relu, or a sum with something that is there already, and relu."""
+    _, weight, _, stride, padding, dilation, groups = _arguments(node)
+    last, other = node, None
+    after = _only_user(node)
+    if after is not None and after.target in _ADD and len(after.args) == 2 and not after.kwargs:
+        left, right = after.args
+        other_node = right if left is node else left
+        then = _only_user(after)
+        if (
+            isinstance(other_node, fx.Node)
+            and other_node is not node
+            and _same_form(_value(node), other_node)
+            and other_node < node
+            and then is not None
+            and then.target in _RELU
+        ):
+            other, last = other_node, then
+    elif after is not None and after.target in _RELU:
+        last = after
+    window = _pair(_value(weight).shape[2:])
+    conv = Conv(window, _pair(stride), _pair(padding), _pair(dilation), groups, last is not node, other is not None)
+    return _Site(node, last, other, conv)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    given = (*node.args, *[None] * (7 - len(node.args)))
+    x, weight, bias, stride, padding, dilation, groups = given
+    return x, weight, bias, stride or [1, 1], padding or [0, 0], dilation or [1, 1], groups or 1
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, *rest = values
+    return int(first), int(rest[0] if rest else first)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _same_form(value: torch.Tensor, other: fx.Node) -> bool:
+    held = other.meta.get("val")
+    return isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype
+
+
+def _join_biases(made: Any) -> None:
+    """Where two convolutions are added, one bias does for both."""
+    for node in list(made.graph.nodes):
+        if node.target not in _ADD or len(node.args) != 2:
+            continue
+        pair = [n for n in node.args if isinstance(n, fx.Node) and n.target is _aten.conv2d.default]
+        biases = [_arguments(n)[2] for n in pair]
+        alone = all(len(n.users) == 1 for n in pair) and len(set(pair)) == 2
+        if not alone or not all(isinstance(b, fx.Node) and b.op == "get_attr" for b in biases):
+            continue
+        if _value(pair[0]).shape != _value(pair[1]).shape:
+            continue
+        first, second = sorted(pair)
+        total = _tensor(made, biases[0]).float() + _tensor(made, biases[1]).float()
+        joined = _constant(made, total.to(_tensor(made, biases[0]).dtype), second)
+        second.update_arg(2, joined)
+        first.update_arg(2, None)
+
+
+def _tensor(made: Any, node: fx.Node) -> torch.Tensor:
+    found: Any = made
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _constant(made: Any, value: torch.Tensor, before: fx.Node) -> fx.Node:
+    name = _free_name(made, "_joined")
+    made.register_buffer(name, value)
+    with made.graph.inserting_before(before):
+        node: fx.Node = made.graph.get_attr(name)
+    node.meta["val"] = value
+    return node
+
+
+def _free_name(made: Any, stem: str) -> str:
+    return next(name for number in range(10**6) if not hasattr(made, name := f"{stem}_{number}"))
+
+
+def _replace(made: Any, site: _Site) -> str:
+    """Put the fastest way in place of the nodes of a site."""
+    x, weight, bias, *_ = _arguments(site.node)
+    held = _tensor(made, weight).detach()
+    value = _tensor(made, bias).detach() if bias is not None else None
+    way = fastest_way(_value(x), held, value, site.conv)
+    if way.name == "separate":
+        return way.name
+    name = _free_name(made, "_arranged")
+    made.add_module(name, Arranged(way, held, value, site.conv))
+    with made.graph.inserting_before(site.last):
+        done = made.graph.call_module(name, (x,) if site.other is None else (x, site.other))
+    done.meta["val"] = _value(site.node)
+    gone = [site.last]
+    while gone[-1] is not site.node:  # back along the chain: relu, sum, convolution
+        gone.append(next(n for n in gone[-1].all_input_nodes if n is not site.other))
+    site.last.replace_all_uses_with(done)
+    for node in gone:
+        made.graph.erase_node(node)
+    return way.name

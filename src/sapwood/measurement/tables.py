@@ -1,0 +1,160 @@
+"""How long single operators take on this device, by their shapes; kept on disk between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from sapwood.capture.operators import OpCall, Sized
+from sapwood.measurement.backends import Runner, capture, session
+from sapwood.measurement.clock import take_turns
+from sapwood.measurement.convolutions import Arranged, Conv, fastest_way, ways_for
+from sapwood.measurement.machine import describe
+from sapwood.measurement.single import onnx_operator, packed_convolution
+from sapwood.storage.atomic import write_text
+
+TIMED = (
+    "aten::convolution",
+    "aten::linear",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "scaled_dot_product_attention",
+)
+"""Operators whose time does not follow from the bytes they move."""
+
+FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """Where measured times are kept: $SAPWOOD_CACHE, or a folder of the user's cache."""
+    own = os.environ.get("SAPWOOD_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sapwood"
+
+
+@dataclass
+class OperatorTimes:
+    """Milliseconds of operators by shape, for one device, backend and layout. ``measured`` counts those not known."""
+
+    device: torch.device
+    backend: str
+    channels_last: bool = False
+    use_disk: bool = True
+    measured: int = 0
+    _known: dict[str, float] = field(default_factory=dict)
+    _unsaved: int = 0
+
+    def __post_init__(self) -> None:
+        about = {**describe(self.device), "backend": self.backend, "format": FORMAT}
+        self._about = about
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"operators-{digest}.json"
+        if self.use_disk:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                found = json.loads(self.path.read_text())
+                if found["about"] == json.loads(json.dumps(about, default=str)):
+                    self._known = {str(k): float(v) for k, v in found["times_ms"].items() if float(v) > 0}
+
+    def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
+        """Milliseconds of one call when the groups keep so many channels."""
+        key = self.key(call, kept)
+        if key not in self._known:
+            self._known[key] = self._measure(call, kept)
+            self.measured += 1
+            self._unsaved += 1
+            if self._unsaved >= 200:
+                self.save()
+        return self._known[key]
+
+    def save(self) -> None:
+        """Keep what was measured; a folder that cannot be written to only costs time next run."""
+        if self.use_disk and self._unsaved:
+            with contextlib.suppress(Exception):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self.path, json.dumps({"about": self._about, "times_ms": self._known}, default=str))
+            self._unsaved = 0
+
+    def key(self, call: OpCall, kept: Sequence[int]) -> str:
+        def plain(value: Any) -> str:
+            if isinstance(value, Sized):
+                order = "" if value.order == tuple(range(len(value.order))) else str(value.order)
+                return f"{'x'.join(map(str, value.shape(kept)))}{order}:{str(value.dtype).removeprefix('torch.')}"
+            return f"({','.join(map(plain, value))})" if isinstance(value, (list, tuple)) else repr(value)
+
+        parts = [f"{name}={plain(value)}" for name, value in call.args if value is not None]
+        return f"{call.name}|{'channels_last|' if self.channels_last else ''}{'|'.join(parts)}"
+
+    def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
+        args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
+        with torch.no_grad():
+            run = self._runner(call, args)
+            times = take_turns({"it": run.call}, seconds=0.03, least=5, warm_up=2, device=self.device)
+        return times["it"].low_ms
+
+    def _make(self, sized: Sized, kept: Sequence[int]) -> torch.Tensor:
+        """Random values in the order of memory that the model has."""
+        shape = sized.shape(kept)
+        if not sized.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=sized.dtype, device=self.device)
+        back = [sized.order.index(d) for d in range(len(shape))]
+        values = torch.randn([shape[d] for d in sized.order], device=self.device).to(sized.dtype)
+        return values.permute(back)
+
+    def _runner(self, call: OpCall, args: dict[str, Any]) -> Runner:
+        if call.name == "aten::convolution":
+            args = _fitting(args)
+            if self.channels_last and args["input"].dim() == 4:
+                for name in ("input", "weight"):
+                    args[name] = args[name].contiguous(memory_format=torch.channels_last)
+            if (
+                self.device.type == "cuda"
+                and self.channels_last
+                and args["input"].dim() == 4
+                and not args["transposed"]
+            ):
+                return self._captured(_arranged(args), (args["input"],))
+        if self.backend in ("onnxruntime", "openvino"):
+            made = onnx_operator(call.name, args)
+            if made is not None:
+                return session(made[0], ((made[1],), {}))
+        if self.device.type == "cpu" and call.name == "aten::convolution":
+            packed = packed_convolution(args)
+            if packed is not None:
+                return Runner("eager", packed, packed, self.device)
+        return self._captured(lambda: call.op(**args), ())
+
+    def _captured(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Runner:
+        if self.device.type == "cuda":
+            return capture(function, (inputs, {}), self.device)
+        return Runner("eager", lambda: function(*inputs), function, self.device)
+
+
+def _fitting(args: dict[str, Any]) -> dict[str, Any]:
+    """The number of groups follows from the sizes: depthwise convolutions have as many as channels."""
+    inputs, per_group = args["input"].shape[1], args["weight"].shape[0 if args["transposed"] else 1]
+    groups = 1 if args["transposed"] and args["groups"] == 1 else max(1, inputs // per_group)
+    return {**args, "groups": groups if not args["transposed"] else args["groups"]}
+
+
+def _arranged(args: dict[str, Any]) -> Arranged:
+    """As ``deploy`` runs it: with bias and relu in the fastest way; few channels are worth a race."""
+    weight = args["weight"]
+    bias = torch.randn(len(weight), device=weight.device).to(weight.dtype)
+    pairs = (tuple(int(n) for n in args[name]) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = ((p[0], p[-1]) for p in pairs)
+    window = (int(weight.shape[2]), int(weight.shape[3]))
+    conv = Conv(window, stride, padding, dilation, args["groups"], True, False)
+    ways = list(ways_for(weight, conv))
+    obvious = len(ways) == 2 and conv.groups == 1
+    way = ways[1] if obvious else fastest_way(args["input"], weight, bias, conv)
+    return Arranged(way, weight, bias, conv)
