@@ -1,8 +1,9 @@
 """Other ways to compute a convolution with its bias, sum and relu; which is fastest is measured, shape by shape.
 
 cuDNN computes a convolution, its bias, a sum and the relu in one kernel, where PyTorch's eager path takes up to
-four. Few input channels (an image has three) keep it from its fast kernels; zeros beside them, or every window of
-stride x stride pixels read as channels, give it what it wants. All of these compute the same function.
+four. It is slow with few channels (an image has three): the first layer of a ResNet-50 takes as long as a whole stage
+of it. In channels-last memory, neighbouring pixels of a row are simply more channels: read several at once, with a
+weight arranged for that, and the same function is a convolution of many channels. No copy is made.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sapwood.measurement.clock import take_turns
 from sapwood.surgery.check import relative_error
 
 Tensor = torch.Tensor
-ALIGNED = 8
-FEW = 16  # input channels below which a convolution is rearranged
+FEW = 33  # input channels below which several pixels are tried as one
+AT_ONCE = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -45,46 +46,59 @@ def separate(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | Non
 
 
 def fused(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
-    """cuDNN's kernel for all of it; without a relu there is none."""
+    """cuDNN's kernel for all of it; without a relu, or on a CPU, there is none."""
+    if not conv.relu or not x.is_cuda:
+        return separate(x, weight, bias, other, conv)
     places = [list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups]
     aten: Any = torch.ops.aten
-    if not conv.relu:
-        return separate(x, weight, bias, other, conv)
     if other is None:
         return aten.cudnn_convolution_relu.default(x, weight, bias, *places)  # type: ignore[no-any-return]
     return aten.cudnn_convolution_add_relu.default(x, weight, other, 1.0, bias, *places)  # type: ignore[no-any-return]
 
 
-def padded(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
-    """Zeros beside the channels; the weight has them already."""
-    return fused(F.pad(x, (0, 0, 0, 0, 0, weight.shape[1] - x.shape[1])), weight, bias, other, conv)
-
-
-def pad_weight(weight: Tensor, conv: Conv) -> Tensor:
-    extra = -weight.shape[1] % ALIGNED
-    return F.pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
-
-
-def gathered(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
-    """Every window of stride x stride pixels as channels of one; the weight is arranged like that already."""
+def _joined(x: Tensor, pixels: int) -> Tensor:
+    """So many pixels of a row as the channels of one; a view where channels are last in memory."""
     n, c, h, w = x.shape
-    (sh, sw), (ph, pw) = conv.stride, conv.padding
-    kh, kw = weight.shape[2:]
-    rows, columns = (h + 2 * ph - conv.window[0]) // sh + kh, (w + 2 * pw - conv.window[1]) // sw + kw
-    x = F.pad(x, (pw, sw * columns - w - pw, ph, sh * rows - h - ph)).permute(0, 2, 3, 1)
-    x = x.reshape(n, rows, sh, columns, sw, c).permute(0, 1, 3, 2, 4, 5).reshape(n, rows, columns, sh * sw * c)
-    x = F.pad(x, (0, weight.shape[1] - sh * sw * c)).permute(0, 3, 1, 2)
-    plain = Conv((kh, kw), (1, 1), (0, 0), (1, 1), 1, conv.relu, conv.adds)
-    return fused(x, weight, bias, other, plain)
+    return x.permute(0, 2, 3, 1).reshape(n, h, w // pixels, pixels * c).permute(0, 3, 1, 2)
 
 
-def gather_weight(weight: Tensor, conv: Conv) -> Tensor:
-    """(out, in, kh, kw) as (out, stride x stride x in, kh / stride, kw / stride), with zeros at the edges."""
-    (sh, sw), (o, c, kh, kw) = conv.stride, weight.shape
-    rows, columns = -(-kh // sh), -(-kw // sw)
-    wide = F.pad(weight, (0, sw * columns - kw, 0, sh * rows - kh))
-    wide = wide.reshape(o, c, rows, sh, columns, sw).permute(0, 3, 5, 1, 2, 4).reshape(o, sh * sw * c, rows, columns)
-    return F.pad(wide, (0, 0, 0, 0, 0, -wide.shape[1] % ALIGNED)).contiguous(memory_format=torch.channels_last)
+def _reach(weight_width: int, conv: Conv, made: int) -> int:
+    """How many joined pixels to the left and right the joined kernel must see."""
+    read = made * conv.stride[1]
+    first = -(conv.padding[1] // -read) if conv.padding[1] else 0
+    last = ((made - 1) * conv.stride[1] - conv.padding[1] + weight_width - 1) // read
+    return max(first, last, 0)
+
+
+def several(made: int) -> Compute:
+    """So many outputs of a row at once; the weight is arranged for that."""
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
+        x = _joined(x, made * conv.stride[1])
+        other = None if other is None else _joined(other, made)
+        window = (int(weight.shape[2]), int(weight.shape[3]))
+        place = (conv.padding[0], weight.shape[3] // 2)
+        joined = Conv(window, (conv.stride[0], 1), place, (1, 1), 1, conv.relu, conv.adds)
+        out = fused(x, weight, bias, other, joined)
+        n, c, h, w = out.shape
+        return out.permute(0, 2, 3, 1).reshape(n, h, w * made, c // made).permute(0, 3, 1, 2)
+
+    return compute
+
+
+def several_weight(weight: Tensor, conv: Conv, made: int) -> Tensor:
+    """(out, in, kh, kw) as (made x out, made x stride x in, kh, joined pixels), zero where nothing is read."""
+    out, c, kh, kw = weight.shape
+    read, reach = made * conv.stride[1], _reach(kw, conv, made)
+    arranged = weight.new_zeros(made, out, read, c, kh, 2 * reach + 1)
+    for o in range(made):
+        for tap in range(2 * reach + 1):
+            for i in range(read):
+                column = (tap - reach) * read + i - (o * conv.stride[1] - conv.padding[1])
+                if 0 <= column < kw:
+                    arranged[o, :, i, :, :, tap] = weight[:, :, :, column]
+    arranged = arranged.reshape(made * out, read * c, kh, 2 * reach + 1)
+    return arranged.contiguous(memory_format=torch.channels_last)
 
 
 Compute = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None", Conv], Tensor]
@@ -96,15 +110,17 @@ class Way:
 
     name: str
     compute: Compute
-    weight: Callable[[Tensor, Conv], Tensor] = lambda weight, conv: weight
+    made: int = 0  # outputs of a row at once; 0 leaves the weight as it is
+
+    def weight(self, weight: Tensor, conv: Conv) -> Tensor:
+        return several_weight(weight, conv, self.made) if self.made else weight
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        return bias.repeat(self.made) if self.made and bias is not None else bias
 
 
-WAYS = (
-    Way("separate", separate),
-    Way("fused", fused),
-    Way("padded", padded, pad_weight),
-    Way("gathered", gathered, gather_weight),
-)
+SEPARATE, FUSED = Way("separate", separate), Way("fused", fused)
+SEVERAL = tuple(Way(f"{made} at once", several(made), made) for made in AT_ONCE)
 
 
 class Arranged(nn.Module):
@@ -114,7 +130,7 @@ class Arranged(nn.Module):
         super().__init__()
         self.compute, self.conv = way.compute, conv
         self.register_buffer("weight", way.weight(weight, conv))
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", way.bias(bias))
         self.weight: Tensor
         self.bias: Tensor | None
 
@@ -122,15 +138,21 @@ class Arranged(nn.Module):
         return self.compute(x, self.weight, self.bias, other, self.conv)
 
 
-def ways_for(weight: Tensor, conv: Conv) -> Iterator[Way]:
+def ways_for(x: Tensor, weight: Tensor, conv: Conv) -> Iterator[Way]:
     """Those that can be tried on a convolution; the first is PyTorch's own."""
-    yield WAYS[0]
+    yield SEPARATE
     if conv.relu:
-        yield WAYS[1]
-    if conv.groups == 1 and weight.shape[1] < FEW and weight.shape[1] % ALIGNED:
-        yield WAYS[2]
-        if max(conv.stride) > 1 and conv.dilation == (1, 1):
-            yield WAYS[3]
+        yield FUSED
+    if conv.groups == 1 and conv.dilation == (1, 1) and weight.shape[1] < FEW and weight.shape[3] > 1:
+        yield from (way for way in SEVERAL if _fits(x, weight, conv, way.made))
+
+
+def _fits(x: Tensor, weight: Tensor, conv: Conv, made: int) -> bool:
+    """Rows divide, the output is as wide as it was, and the joined channels are what matrix units like."""
+    read, width = made * conv.stride[1], x.shape[3]
+    out = (width + 2 * conv.padding[1] - weight.shape[3]) // conv.stride[1] + 1
+    useful = weight.shape[1] * read % 8 == 0 and weight.shape[1] * read <= 64 and weight.shape[0] * made <= 1024
+    return read > 1 and useful and width % read == 0 and out == width // read * made
 
 
 _KNOWN: dict[tuple[Any, ...], str] = {}
@@ -141,7 +163,7 @@ def fastest_way(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> W
 
     ``x`` may be without data: only its shape counts.
     """
-    ways = list(ways_for(weight, conv))
+    ways = list(ways_for(x, weight, conv))
     key = (str(weight.device), x.dtype, tuple(x.shape), tuple(weight.shape), bias is None, conv)
     if key not in _KNOWN:
         _KNOWN[key] = ways[0].name if len(ways) == 1 else _race(ways, x, weight, bias is not None, conv)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
 from sapwood.measurement.clock import take_turns
-from sapwood.measurement.convolutions import Arranged, Conv, fastest_way, ways_for
+from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
 from sapwood.storage.atomic import write_text
@@ -154,7 +154,6 @@ def _arranged(args: dict[str, Any]) -> Arranged:
     stride, padding, dilation = ((p[0], p[-1]) for p in pairs)
     window = (int(weight.shape[2]), int(weight.shape[3]))
     conv = Conv(window, stride, padding, dilation, args["groups"], True, False)
-    ways = list(ways_for(weight, conv))
-    obvious = len(ways) == 2 and conv.groups == 1
-    way = ways[1] if obvious else fastest_way(args["input"], weight, bias, conv)
+    obvious = weight.shape[1] >= FEW and conv.groups == 1
+    way = FUSED if obvious else fastest_way(args["input"], weight, bias, conv)
     return Arranged(way, weight, bias, conv)
