@@ -33,7 +33,8 @@ from sapwood.capture.skeleton import named_tensors
 from sapwood.measurement import count, take_turns
 from sapwood.measurement.deploy import Deployed, deploy
 from sapwood.measurement.machine import ceilings, describe
-from sapwood.pipeline.latency import total_score
+from sapwood.pipeline.latency import LatencyPlanner, total_score
+from sapwood.pipeline.rounding import preferred
 from sapwood.scoring import score_groups
 
 ZOO = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16", "swin_t")
@@ -168,10 +169,12 @@ class Bench:
 
     def plans(self, name: str, batch: int) -> None:
         model, x, one = self.model(name), self.inputs(batch), self.inputs(1)
+        dense, dense_one = self.deployed(model, x), self.deployed(model, one)
         for share in (0.7, 0.5, 0.35):
             started = time.time()
             try:
-                plan = sw.make_plan(model, x, sw.Budget(latency=share), backend=self.o.backend)
+                planner = self.planner(model, x, share, dense)
+                plan = planner.plan_until(planner.runs)
             except sw.SapwoodError as error:
                 self.console.print(f"plans {name} {share}: {error}")
                 self.keep("plans", f"{name}, batch {batch}, {share}", {"failed": str(error)}, started)
@@ -179,15 +182,13 @@ class Bench:
             took = time.time() - started
             small = sw.cut(model, plan)
             kept = plan.achieved["channels"] / plan.achieved["dense_channels"]
-            variants: dict[str, nn.Module] = {"dense": model, "cut": small}
+            forms = {"dense": dense, "cut": self.deployed(small, x, planner.way)}
+            ones = {"dense": dense_one, "cut": self.deployed(small, one, planner.way)}
             peer = self.peer(model, kept, name) if self.o.peer else "not asked for"
             if isinstance(peer, nn.Module):
-                variants["torch_pruning"] = peer
+                forms["torch_pruning"] = self.deployed(peer, x, planner.way)
             found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(plan.achieved)}
-            for size, batch_x in ((batch, x), (1, one)):
-                found[f"batch {size}"] = self.turns(
-                    {n: self.deployed(m, batch_x) for n, m in variants.items()}, batch_x
-                )
+            found |= {f"batch {batch}": self.turns(forms, x), "batch 1": self.turns(ones, one)}
             found["latency"] = 1 / found[f"batch {batch}"]["cut"]["speed"]
             found["peer"] = peer if isinstance(peer, str) else "measured"
             found["score_kept"] = self.score(model, plan)
@@ -196,6 +197,12 @@ class Bench:
                 f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
                 f"batch 1 {1 / found['batch 1']['cut']['speed']:.3f}, plan took {took:.0f} s, notes {plan.notes}"
             )
+
+    def planner(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> LatencyPlanner:
+        """As ``make_plan`` has it, but the dense model is deployed once for all budgets."""
+        call = ((x,), {})
+        options = {"allocate": "global", "ignore": (), "round_to": preferred(model, call), "score_name": "l1"}
+        return LatencyPlanner(model, call, sw.Budget(latency=share), "l1", options, None, self.o.backend, known=dense)
 
     def score(self, model: nn.Module, plan: sw.Plan) -> float:
         if not hasattr(self, "traced") or self.traced[0] is not model:

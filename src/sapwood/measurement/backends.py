@@ -143,12 +143,13 @@ def _compiling() -> Iterator[None]:
 @contextlib.contextmanager
 def fastest_convolutions() -> Iterator[None]:
     """Let cuDNN try its algorithms while a form is made ready; nobody else's setting changes."""
-    saved = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    own: Any = torch.backends.cudnn
+    saved = own.benchmark, own.benchmark_limit
+    own.benchmark, own.benchmark_limit = True, 0  # all of them, not the first ten
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = saved
+        own.benchmark, own.benchmark_limit = saved
 
 
 def _fall_back(backend: str, model: nn.Module, inputs: Inputs, error: Exception) -> Runner:

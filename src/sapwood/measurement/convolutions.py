@@ -21,7 +21,7 @@ from sapwood.measurement.clock import take_turns
 from sapwood.surgery.check import relative_error
 
 Tensor = torch.Tensor
-FEW = 33  # input channels below which several pixels are tried as one
+FEW = 65  # input channels below which several pixels are tried as one
 AT_ONCE = (1, 2, 4, 8)
 
 
@@ -143,7 +143,7 @@ def ways_for(x: Tensor, weight: Tensor, conv: Conv) -> Iterator[Way]:
     yield SEPARATE
     if conv.relu:
         yield FUSED
-    if conv.groups == 1 and conv.dilation == (1, 1) and weight.shape[1] < FEW and weight.shape[3] > 1:
+    if conv.groups == 1 and conv.dilation == (1, 1) and weight.shape[1] < FEW:
         yield from (way for way in SEVERAL if _fits(x, weight, conv, way.made))
 
 
@@ -151,7 +151,7 @@ def _fits(x: Tensor, weight: Tensor, conv: Conv, made: int) -> bool:
     """Rows divide, the output is as wide as it was, and the joined channels are what matrix units like."""
     read, width = made * conv.stride[1], x.shape[3]
     out = (width + 2 * conv.padding[1] - weight.shape[3]) // conv.stride[1] + 1
-    useful = weight.shape[1] * read % 8 == 0 and weight.shape[1] * read <= 64 and weight.shape[0] * made <= 1024
+    useful = weight.shape[1] * read % 8 == 0 and weight.shape[1] * read <= 128 and weight.shape[0] * made <= 1024
     return read > 1 and useful and width % read == 0 and out == width // read * made
 
 
