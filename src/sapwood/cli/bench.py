@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sapwood.cli.common import show, subject, working
+from sapwood.cli.common import following, show, subject, working
 from sapwood.errors import explain
 from sapwood.measurement.points import Bench, chosen_device
-from sapwood.pipeline.bench import Tell, bench_matmul, bench_model
+from sapwood.pipeline.bench import bench_matmul, bench_model
 from sapwood.pipeline.models import FORMS
 from sapwood.reporting.speed import note_words, row_words, skipped_words, speed_table, summary_words
 from sapwood.storage.atomic import write_text
@@ -56,8 +53,7 @@ def bench(
     if model is not None:
         with working(f"Building {model} ..."):
             meant = subject(model, inputs, dense)
-    with _bars(as_json or not sys.stderr.isatty()) as bars:
-        options["tell"] = _follow(bars)
+    with following(as_json) as options["tell"]:
         if meant is not None:
             kept = 0.5 if channels is None else channels
             found = bench_model(meant.model, meant.inputs, batches, shares, kept, **options, name=str(model))
@@ -114,17 +110,3 @@ def parse_sparsities(text: str) -> list[float]:
     if not found or not all(0 < s < 1 for s in found):
         raise explain("fractions above 0 and below 1 such as 0.5,0.9", repr(text), "Mend it.", "--sparsity")
     return list(dict.fromkeys(found))
-
-
-def _bars(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} points"))
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=quiet)
-
-
-def _follow(bars: Progress) -> Tell:
-    task = bars.add_task("measuring", total=None)
-
-    def tell(what: str, done: int, total: int) -> None:
-        bars.update(task, description=what, completed=done, total=total)
-
-    return tell

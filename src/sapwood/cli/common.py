@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from sapwood.capture.run import Inputs, as_call
 from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
+from sapwood.measurement.counts import batch_of
+from sapwood.measurement.model_forms import placed, with_batch
+from sapwood.measurement.points import chosen_device, chosen_dtype
 from sapwood.pipeline.models import named_model, nearest
+from sapwood.pipeline.planner import Tell
 from sapwood.storage import factories
 from sapwood.storage.bundle import KEY, Bundle, make_inputs
 from sapwood.storage.loading import load, load_
@@ -27,7 +32,7 @@ from sapwood.storage.tensors import open_file
 from sapwood.types import Budget
 
 VISION = ("torchvision", "timm")
-BUDGETS = ("channels", "params", "flops")
+BUDGETS = ("channels", "params", "flops", "latency")
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def parse_shape(text: str) -> torch.Tensor:
 
 
 def parse_budget(text: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
-    """``flops=0.5`` keeps half of the FLOPs; a number above 1 is a count."""
+    """``flops=0.5`` keeps half of the FLOPs; a number above 1 is a count; ``latency=3.5ms`` is a time."""
     kind, _, value = (part.strip() for part in text.partition("="))
     if kind not in kinds:
         remedy = "Use sapwood mask for zeros." if kind == "sparsity" else nearest(kind, kinds)
@@ -107,8 +112,43 @@ def parse_budget(text: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
     try:
         number = float(value)
     except ValueError:
+        if kind == "latency":
+            return Budget(latency=value)
         raise explain(f"a number after {kind}=", repr(value), f"For example {kind}=0.5.", "--budget") from None
     return Budget(**{kind: int(number) if number > 1 and number.is_integer() else number})
+
+
+def parse_rounding(text: str | None) -> int | str | None:
+    """A whole number, or auto."""
+    if text is None or text == "auto":
+        return text
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise explain("a whole number of at least 1, or auto", repr(text), "For example 8.", "--round-to")
+    return int(text)
+
+
+def on_device(meant: Subject, device: str | None, dtype: str | None, batch: int | None = None) -> Subject:
+    """The same on the device and in the dtype asked for, for a batch of another size if one is given."""
+    where = chosen_device(device)
+    number = chosen_dtype(dtype, where)
+    if batch is not None and batch < 1:
+        raise explain("a batch of at least 1", str(batch), "For example 64.", "--batch")
+    inputs = with_batch(meant.inputs, batch or batch_of(meant.inputs), where, number)
+    return Subject(placed(meant.model, where, number), inputs, meant.about, meant.fresh)
+
+
+@contextlib.contextmanager
+def following(quiet: bool) -> Iterator[Tell]:
+    """A bar on stderr that follows what is told, where somebody looks."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=hidden) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def tell(what: str, done: int, of: int) -> None:
+            bars.update(task, description=what, completed=done, total=of)
+
+        yield tell
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from sapwood.cli.mask import mask
 from sapwood.cli.plan import plan
 from sapwood.cli.recipes import recipes
 from sapwood.cli.run import run
+from sapwood.cli.staircase import staircase
 from sapwood.errors import SapwoodError
 from sapwood.version import __version__
 
@@ -28,6 +29,7 @@ app.command()(cut)
 app.command()(mask)
 app.command()(export)
 app.command()(bench)
+app.command()(staircase)
 
 
 @app.callback(invoke_without_command=True)

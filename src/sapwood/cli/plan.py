@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from sapwood.capture.trace import Trace, trace
-from sapwood.cli.common import Subject, fill, parse_budget, remark, show, subject, working
+from sapwood.cli.common import (
+    Subject,
+    fill,
+    following,
+    on_device,
+    parse_budget,
+    parse_rounding,
+    remark,
+    show,
+    subject,
+    working,
+)
 from sapwood.pipeline import make_plan
 from sapwood.pipeline.models import FORMS
 from sapwood.reporting import groups_table
@@ -21,11 +32,18 @@ from sapwood.types import Plan
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{FORMS}, or the path of a bundle.")],
-    budget: Annotated[str, typer.Option(help="What may remain: flops=0.5, params=1000000 or channels=0.5.")],
+    budget: Annotated[
+        str,
+        typer.Option(help="What may remain: flops=0.5, params=1000000, latency=0.5, latency=3.5ms, ..."),
+    ],
     score: Annotated[str, typer.Option(help="What ranks channels: l1, l2, bn_scale or random.")] = "l1",
     allocate: Annotated[str, typer.Option(help="global (one ranking) or uniform (the same share).")] = "global",
     ignore: Annotated[list[str] | None, typer.Option(help="A module or parameter to keep, or re:...")] = None,
-    round_to: Annotated[int | None, typer.Option(help="Keep multiples of this.")] = None,
+    round_to: Annotated[str | None, typer.Option(help="Keep multiples of this, or auto.")] = None,
+    device: Annotated[str | None, typer.Option(help="For latency: cpu or cuda; cuda where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="For latency: float32, bfloat16 or float16.")] = None,
+    batch: Annotated[int | None, typer.Option(help="For latency: the batch size; that of --input.")] = None,
+    backend: Annotated[str, typer.Option(help="For latency: auto, graph, compile, onnxruntime, ...")] = "auto",
     weights: Annotated[Path | None, typer.Option(help="A dense checkpoint to score, a .safetensors file.")] = None,
     inputs: Annotated[list[str] | None, typer.Option("--input", help="A shape, 1x3x224x224 or 1x16:int64.")] = None,
     dense: Annotated[str | None, typer.Option("--model", help="The dense model of a bundle that names none.")] = None,
@@ -33,14 +51,20 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Decide which channels stay within a budget and write the plan."""
-    limit = parse_budget(budget)
+    limit, step = parse_budget(budget), parse_rounding(round_to)
     with working(f"Planning for {model} ..."):
         meant = subject(model, inputs, dense)
         if weights is not None:
             fill(meant.model, weights)
         elif meant.fresh:
             remark("no --weights were given, freshly initialised ones are scored.")
-        made = make_plan(meant.model, meant.inputs, limit, score, allocate, ignore or (), round_to)
+    measured = limit.kind == "latency" or step == "auto"
+    with following(as_json or not measured) as tell:
+        where = on_device(meant, device, dtype, batch) if measured else meant
+        made = make_plan(
+            where.model, where.inputs, limit, score, allocate, ignore or (), step, backend=backend, tell=tell
+        )
+    with working(f"Planning for {model} ..."):
         write_plan(out, meant, made)
         seen = trace(meant.model, meant.inputs)
     file = weights or "dense.safetensors"

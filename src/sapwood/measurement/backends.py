@@ -143,13 +143,12 @@ def _compiling() -> Iterator[None]:
 @contextlib.contextmanager
 def fastest_convolutions() -> Iterator[None]:
     """Let cuDNN try its algorithms while a form is made ready; nobody else's setting changes."""
-    own: Any = torch.backends.cudnn
-    saved = own.benchmark, own.benchmark_limit
-    own.benchmark, own.benchmark_limit = True, 0  # all of them, not the first ten
+    saved = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
     try:
         yield
     finally:
-        own.benchmark, own.benchmark_limit = saved
+        torch.backends.cudnn.benchmark = saved
 
 
 def _fall_back(backend: str, model: nn.Module, inputs: Inputs, error: Exception) -> Runner:
