@@ -16,7 +16,8 @@ from sapwood.measurement.deploy import Deployed, deploy
 from sapwood.measurement.machine import name_of
 from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline.planner import Fails, Planner
-from sapwood.pipeline.predict import Prediction
+from sapwood.pipeline.predict import LEVELS, Prediction
+from sapwood.planning.counts import Steps, steps_for
 from sapwood.planning.draft import block_sizes, describe, fixed_groups, plan_of_counts
 from sapwood.planning.knapsack import choose
 from sapwood.surgery.cut import cut
@@ -52,6 +53,7 @@ class LatencyPlanner(Planner):
     dense_ms: float = 0.0
     known: Deployed | None = field(default=None, repr=False)
     """The dense model in its best form, where that is known already."""
+    fine: bool = False
     _seen: dict[str, str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,9 @@ class LatencyPlanner(Planner):
     def _predict(self) -> Prediction:
         """Times of operators over widths, and choices of widths that fit together."""
         fixed = fixed_groups(self.trace, self.options["ignore"], self.barred)
-        made = Prediction(self.trace, self.scores, self.times, self.options["round_to"], block_sizes(self.trace), fixed)
+        levels = 3 * LEVELS if self.fine else LEVELS
+        steps = steps_for(self.options["round_to"], block_sizes(self.trace), self.trace.dense)
+        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels)
         made.fill(self.dense_ms, self.told)
         self.times.save()
         return made
@@ -84,27 +88,37 @@ class LatencyPlanner(Planner):
     def plan_until(self, fails: Fails) -> Plan:
         """Move the limit of the prediction until the measured latency is within 3% of the budget."""
         target = self.budget.limit_ms(self.dense_ms)
-        low, high, self.limit = 0.0, float("inf"), 0.99 * target
+        low, high, self.limit = 0.0, 2 * target, 0.99 * target
         tried: list[_Try] = []
         for number in range(TRIES):
             self.told("measuring cut models", number, TRIES)
             plan = super().plan_until(fails)
             again = next((t for t in tried if t.plan.groups == plan.groups), None)
-            found = replace(again, limit=self.limit) if again else self._timed(plan)
-            tried.append(found)
-            share = found.share(self.budget)
-            if 1 - CLOSE <= share <= 1.0 or not plan.groups:
+            tried.append(again or self._timed(plan))
+            share = tried[-1].share(self.budget)
+            if 1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not plan.groups):
                 break
             if share > 1:
                 high = min(high, self.limit)
             else:
                 low = max(low, self.limit)
-            if high - low < 0.002 * target or (share > 1 and self._is_fastest(plan)):
+            if share > 1 and self._is_fastest(plan):
                 break
+            if again or high - low < 0.01 * target:  # no widths between: take finer steps, once
+                if self.fine or not isinstance(self.options["round_to"], Steps):
+                    break
+                self._refine()
+                low, high = 0.9 * low, 1.1 * high
             aim = self.limit * 0.985 / share
-            self.limit = aim if low < aim < high else (low + min(high, 2 * target)) / 2
+            self.limit = aim if low < aim < high else (low + high) / 2
         self.told("measuring cut models", TRIES, TRIES)
         return self._best(tried)
+
+    def _refine(self) -> None:
+        """Smaller steps, and more of them."""
+        coarse: Steps = self.options["round_to"]
+        steps = Steps(max(1, coarse.wide // 4), max(1, coarse.least // 4))
+        self.fine, self._seen, self.options = True, None, {**self.options, "round_to": steps}
 
     def _is_fastest(self, plan: Plan) -> bool:
         counts = self.prediction.counts(self.prediction.fastest())

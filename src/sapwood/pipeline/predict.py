@@ -10,7 +10,7 @@ import numpy as np
 from sapwood.capture.operators import OpCall
 from sapwood.capture.trace import Trace
 from sapwood.measurement.tables import TIMED, OperatorTimes
-from sapwood.planning.counts import RoundTo, settle, steps_for, units_of
+from sapwood.planning.counts import settle, units_of
 from sapwood.planning.knapsack import Knapsack
 
 LEVELS = 10  # choices of width per unit
@@ -29,22 +29,22 @@ class Prediction:
         trace: Trace,
         scores: Sequence[np.ndarray],
         times: OperatorTimes,
-        round_to: RoundTo,
-        blocks: Sequence[int],
+        steps: np.ndarray,
         fixed: np.ndarray,
+        levels: int = LEVELS,
     ) -> None:
         self.trace, self.scores, self.times = trace, scores, times
         self.units = units_of(trace.dense, [form for form, _ in trace.constraints])
         self.unit_of = {g: n for n, unit in enumerate(self.units) for g in unit.groups}
         widths = np.array(trace.dense, dtype=float)
-        steps = steps_for(round_to, blocks, trace.dense)
+        self.levels = levels
         self.choices = [self._choices(unit, widths, steps, fixed) for unit in self.units]
 
     def _choices(self, unit: Any, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> list[np.ndarray]:
         """Counts of a unit's groups from narrow to whole, all of them ways that fit together."""
         index = list(unit.groups)
         found: dict[tuple[int, ...], np.ndarray] = {}
-        for level in np.linspace(FLOOR, 1.0, LEVELS):
+        for level in np.linspace(FLOOR, 1.0, self.levels):
             counts = settle(unit, widths[index] * level, widths[index], steps[index], fixed[index]).astype(int)
             found[tuple(counts.tolist())] = counts
         whole = widths[index].astype(int)
