@@ -31,7 +31,7 @@ from torch import nn
 import sapwood as sw
 from sapwood.capture.skeleton import named_tensors
 from sapwood.measurement import count, take_turns
-from sapwood.measurement.deploy import Deployed, deploy
+from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import ceilings, describe
 from sapwood.pipeline.latency import LatencyPlanner, total_score
 from sapwood.pipeline.rounding import preferred

@@ -1,7 +1,17 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 import sapwood.capture.tracker as tracker
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Times measured by tests are kept from the user's own cache, and from one another."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("SAPWOOD_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture(autouse=True)

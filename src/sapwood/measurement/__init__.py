@@ -2,7 +2,7 @@
 
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.counts import count
-from sapwood.measurement.deploy import Deployed, deploy
+from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.measure import Comparison, Measurement, compare, measure
 
 __all__ = ["Comparison", "Deployed", "Measurement", "Timing", "compare", "count", "deploy", "measure", "take_turns"]

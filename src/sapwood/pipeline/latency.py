@@ -12,7 +12,7 @@ import torch
 from sapwood.errors import SapwoodError
 from sapwood.measurement.backends import device_of
 from sapwood.measurement.clock import Timing, take_turns
-from sapwood.measurement.deploy import Deployed, deploy
+from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import name_of
 from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline.planner import Fails, Planner
@@ -24,7 +24,7 @@ from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Plan
 
 CLOSE = 0.03  # how near the budget a plan must come
-TRIES = 8
+TRIES = 10
 MOVED = 0.6  # where the dense model takes so much longer or shorter than at first, something disturbs
 
 
@@ -54,6 +54,7 @@ class LatencyPlanner(Planner):
     known: Deployed | None = field(default=None, repr=False)
     """The dense model in its best form, where that is known already."""
     fine: bool = False
+    base: list[int] | None = None
     _seen: dict[str, str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class LatencyPlanner(Planner):
         fixed = fixed_groups(self.trace, self.options["ignore"], self.barred)
         levels = 3 * LEVELS if self.fine else LEVELS
         steps = steps_for(self.options["round_to"], block_sizes(self.trace), self.trace.dense)
-        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels)
+        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels, self.base)
         made.fill(self.dense_ms, self.told)
         self.times.save()
         return made
@@ -80,7 +81,7 @@ class LatencyPlanner(Planner):
     def draft(self) -> Plan:
         if self._seen != dict(self.barred):
             self.prediction, self._seen = self._predict(), dict(self.barred)
-        choice = choose(self.prediction.problem, self.limit)
+        choice = choose(self.prediction.problem, self.limit, self.prediction.least())
         counts = self.prediction.counts(self.prediction.fastest() if choice is None else choice)
         about = describe(self.budget, "latency", self.options["round_to"], self.options["score_name"])
         return plan_of_counts(self.trace, self.scores, counts, about, self.barred)
@@ -107,23 +108,33 @@ class LatencyPlanner(Planner):
             if again or high - low < 0.01 * target:  # no widths between: take finer steps, once
                 if self.fine or not isinstance(self.options["round_to"], Steps):
                     break
-                self._refine()
-                low, high = 0.9 * low, 1.1 * high
+                low, high = self._refine(tried), 2 * target
+                continue
             aim = self.limit * 0.985 / share
             self.limit = aim if low < aim < high else (low + high) / 2
         self.told("measuring cut models", TRIES, TRIES)
         return self._best(tried)
 
-    def _refine(self) -> None:
-        """Smaller steps, and more of them."""
+    def _refine(self, tried: list[_Try]) -> float:
+        """Smaller steps, upwards from the best plan below the budget; what is predicted for that one."""
         coarse: Steps = self.options["round_to"]
         steps = Steps(max(1, coarse.wide // 4), max(1, coarse.least // 4))
-        self.fine, self._seen, self.options = True, None, {**self.options, "round_to": steps}
+        below = [t for t in tried if t.share(self.budget) <= 1]
+        best = max(below, key=lambda t: t.share(self.budget), default=None)
+        self.base = self._counts(best.plan) if best else None
+        self.fine, self.options = True, {**self.options, "round_to": steps}
+        self.prediction, self._seen = self._predict(), dict(self.barred)
+        if best is None:
+            return 0.0
+        known = self.prediction.problem.time_of(self.prediction.least() or [])
+        self.limit = known * 0.985 / best.share(self.budget)
+        return known
+
+    def _counts(self, plan: Plan) -> list[int]:
+        return [len(plan.groups.get(g.name, range(g.width))) for g in self.trace.groups]
 
     def _is_fastest(self, plan: Plan) -> bool:
-        counts = self.prediction.counts(self.prediction.fastest())
-        groups = self.trace.groups
-        return all(len(plan.groups.get(g.name, range(g.width))) == n for g, n in zip(groups, counts, strict=True))
+        return self._counts(plan) == self.prediction.counts(self.prediction.fastest())
 
     def _best(self, tried: list[_Try]) -> Plan:
         """The nearest to the budget that does not go over it by more than 3%, with its figures."""

@@ -32,12 +32,13 @@ class Prediction:
         steps: np.ndarray,
         fixed: np.ndarray,
         levels: int = LEVELS,
+        base: Sequence[int] | None = None,
     ) -> None:
         self.trace, self.scores, self.times = trace, scores, times
         self.units = units_of(trace.dense, [form for form, _ in trace.constraints])
         self.unit_of = {g: n for n, unit in enumerate(self.units) for g in unit.groups}
         widths = np.array(trace.dense, dtype=float)
-        self.levels = levels
+        self.levels, self.base = levels, base
         self.choices = [self._choices(unit, widths, steps, fixed) for unit in self.units]
 
     def _choices(self, unit: Any, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> list[np.ndarray]:
@@ -47,8 +48,8 @@ class Prediction:
         for level in np.linspace(FLOOR, 1.0, self.levels):
             counts = settle(unit, widths[index] * level, widths[index], steps[index], fixed[index]).astype(int)
             found[tuple(counts.tolist())] = counts
-        whole = widths[index].astype(int)
-        found[tuple(whole.tolist())] = whole
+        for counts in (widths, *([np.array(self.base)] if self.base is not None else [])):
+            found[tuple(counts[index].astype(int).tolist())] = counts[index].astype(int)
         return sorted(found.values(), key=lambda c: int(c.sum()))
 
     def counts(self, choice: Sequence[int]) -> list[int]:
@@ -58,6 +59,14 @@ class Prediction:
             for group, count in zip(unit.groups, options[k], strict=True):
                 result[group] = int(count)
         return result
+
+    def least(self) -> list[int] | None:
+        """The choices that keep as much as ``base``."""
+        if self.base is None:
+            return None
+        wanted = [tuple(self.base[g] for g in unit.groups) for unit in self.units]
+        pairs = zip(wanted, self.choices, strict=True)
+        return [next(k for k, c in enumerate(options) if tuple(c.tolist()) == counts) for counts, options in pairs]
 
     def fastest(self) -> list[int]:
         """Every unit at its narrowest."""

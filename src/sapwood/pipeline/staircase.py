@@ -16,7 +16,7 @@ from sapwood.errors import explain
 from sapwood.measurement.backends import device_of
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.counts import batch_of
-from sapwood.measurement.deploy import Deployed, deploy
+from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import describe
 from sapwood.pipeline.planner import Tell
 from sapwood.pipeline.prune import make_plan

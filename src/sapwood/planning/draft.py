@@ -110,8 +110,12 @@ def _count(
 
 
 def block_sizes(trace: Trace) -> list[int]:
-    """How many indices of a weight one channel of each group owns, at most."""
-    return [max(m.shape[1] for m in g.members.values()) for g in trace.groups]
+    """How many indices of the weights that make it one channel of each group owns: a head has many, a channel one."""
+    result = []
+    for group in trace.groups:
+        made = [m.shape[1] for site, m in group.members.items() if site in trace.made]
+        result.append(min(made) if made else max(m.shape[1] for m in group.members.values()))
+    return result
 
 
 def _ranks(scores: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -32,8 +32,10 @@ class Knapsack:
         return sum(float(v[k]) for v, k in zip(self.values, choice, strict=True))
 
 
-def choose(problem: Knapsack, limit: float, seconds: float = 20.0) -> list[int] | None:
-    """The choice of each unit that keeps the most score within ``limit``; None where nothing fits."""
+def choose(
+    problem: Knapsack, limit: float, least: Sequence[int] | None = None, seconds: float = 20.0
+) -> list[int] | None:
+    """The choice of each unit, from ``least`` on, that keeps the most score within ``limit``; None where none fits."""
     sizes = [len(v) for v in problem.values]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     places = dict(zip(problem.pairs, _offsets(problem, int(first[-1])).tolist(), strict=False))
@@ -45,6 +47,9 @@ def choose(problem: Knapsack, limit: float, seconds: float = 20.0) -> list[int] 
         times[first[unit] : first[unit + 1]] = alone
     for pair, table in problem.pairs.items():
         times[places[pair] : places[pair] + table.size] = table.ravel()
+    upper = np.ones(total)
+    for unit, k in enumerate(least or ()):
+        upper[first[unit] : first[unit] + k] = 0
     rows, columns, entries, right = _ties(problem, first, places)
     ties = coo_array((entries, (rows, columns)), shape=(len(right), total)).tocsr()
     integrality = np.zeros(total)
@@ -52,7 +57,7 @@ def choose(problem: Knapsack, limit: float, seconds: float = 20.0) -> list[int] 
     found = milp(
         cost,
         integrality=integrality,
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, upper),
         constraints=[
             LinearConstraint(ties, right, right),
             LinearConstraint(times[None, :], -np.inf, limit - problem.constant),

@@ -1,0 +1,148 @@
+"""Graphs, compilation, deployed forms, packed zeros and latency plans on a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sapwood as sw
+from sapwood.measurement.backends import prepare
+from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
+from sapwood.measurement.deployment import deploy
+from sapwood.measurement.packing import pack
+from tests.helpers import outputs, same, snapshot
+from tests.test_latency import chain
+from tests.test_measure import Many, Residual
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+CUDA = torch.device("cuda")
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("backend", ["eager", "graph", "compile"])
+def test_every_backend_runs_new_inputs(backend: str) -> None:
+    model, x = Many().cuda().eval(), torch.randn(2, 3, 4, 4, device=CUDA)
+    runner = prepare(model, {"x": x}, backend)
+    assert runner.backend == backend and not runner.notes
+    first = runner.run(x=torch.randn_like(x))
+    kept = first["logits"].clone()
+    other = torch.randn_like(x)
+    second = runner.run(x=other)
+    assert torch.equal(first["logits"], kept)  # what was given out stays
+    torch.testing.assert_close(second["logits"], outputs(model, other)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_measure_tells_memory_and_device() -> None:
+    model, x = nn.Linear(1024, 1024).cuda(), torch.randn(64, 1024, device=CUDA)
+    found = sw.measure(model, x, "graph", seconds=0.1)
+    assert found.backend == "graph" and found.machine["kind"] == "cuda" and found.machine["cudnn"]
+    assert found.peak_bytes is not None and found.peak_bytes > 4 * 1024 * 1024
+    assert 0 < found.median_ms < 10
+
+
+def test_out_of_memory_is_told() -> None:
+    with pytest.raises(sw.SapwoodError, match="enough memory.*smaller batch"):
+        sw.measure(Big().cuda(), torch.randn(1, device=CUDA))
+
+
+class Big(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * torch.ones(2**40, device=x.device)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "channels", "adds"),
+    [(7, 2, 3, 3, False), (3, 1, 1, 3, False), (16, 16, 0, 3, False), (3, 1, 1, 32, True), (1, 1, 0, 64, True)],
+)
+def test_all_ways_of_a_convolution_agree(kernel: int, stride: int, padding: int, channels: int, adds: bool) -> None:
+    last = torch.channels_last
+    x = torch.randn(4, channels, 64, 64, device=CUDA).bfloat16().contiguous(memory_format=last)
+    weight = (torch.randn(64, channels, kernel, kernel, device=CUDA) / 10).bfloat16().contiguous(memory_format=last)
+    bias = torch.randn(64, device=CUDA).bfloat16()
+    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, True, adds)
+    plain = torch.nn.functional.conv2d(x, weight, bias, stride, padding)
+    other = torch.randn_like(plain) if adds else None
+    exact = separate(x.float(), weight.float(), bias.float(), None if other is None else other.float(), conv)
+    ways = list(ways_for(x, weight, conv))
+    assert len(ways) > 2
+    for way in ways:
+        found = Arranged(way, weight, bias, conv)(x, other)
+        assert found.is_contiguous(memory_format=last) and error(found, exact) < 1e-2, way.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_deployed_convolutions_are_the_same_function(dtype: torch.dtype) -> None:
+    model = Residual().to(CUDA, dtype)
+    before, x = snapshot(model), torch.randn(8, 3, 64, 64, device=CUDA, dtype=dtype)
+    made = deploy(model, x, seconds=0.1)
+    assert same(model, before) and made.form != "as given"
+    other = torch.randn_like(x)
+    assert error(made(other), outputs(model, other)[0]) < 2e-2
+    assert error(made(other[:3]), outputs(model, other[:3])[0]) < 2e-2  # another batch size
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_a_model_that_cannot_be_captured_is_deployed_otherwise() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return x * 2 if x.sum().item() > 0 else x
+
+    model, x = Asks().cuda(), torch.randn(2, 8, device=CUDA)
+    made = deploy(model, x, seconds=0.05)
+    assert any("graph failed" in form.reason for form in made.forms)
+    torch.testing.assert_close(made(x), outputs(model, x)[0])
+
+
+def test_two_of_four_is_packed_where_it_pays_and_right_where_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4096, 8192), nn.ReLU(), nn.Linear(8192, 4096)).to(CUDA, torch.bfloat16)
+    sw.mask_(model, pattern="2:4")
+    x = torch.randn(2048, 4096, device=CUDA).bfloat16()
+    packed = pack(model, ((x,), {}))
+    made = deploy(model, x, seconds=0.1)
+    assert error(made(x), outputs(model, x)[0]) < 2e-2
+    if packed is not None:
+        assert "layers with 2:4 zeros packed" in packed[1][0]
+        assert error(packed[0](x), outputs(model, x)[0]) < 2e-2
+        assert any(form.name == "2:4, graph" for form in made.forms)
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile"])
+def test_latency_budgets_are_met_on_the_device(backend: str, own_cache: Path) -> None:
+    model = chain(128).to(CUDA, torch.bfloat16)
+    model[7] = nn.Linear(128 * 64 * 64, 10, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(32, 3, 64, 64, device=CUDA).bfloat16()
+    done = sw.prune(model, x, sw.Budget(latency=0.6), backend=backend)
+    assert done.check.passed and done.plan.groups
+    left: Any = done.plan.achieved
+    assert left["latency_ms"] <= 0.6 * left["dense_latency_ms"] * 1.04
+    assert list(own_cache.glob("operators-*.json"))
+
+
+def test_the_device_likes_whole_tiles() -> None:
+    plan = sw.make_plan(
+        chain(256).to(CUDA, torch.bfloat16),
+        torch.randn(2, 3, 8, 8, device=CUDA).bfloat16(),
+        sw.Budget(channels=0.7),
+        allocate="uniform",
+        round_to="auto",
+    )
+    assert all(len(kept) % 8 == 0 for kept in plan.groups.values())

@@ -1,0 +1,369 @@
+"""Latency budgets with a clock that is written down: tables, knapsack, prediction, correction, staircase."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sapwood as sw
+from sapwood.capture.operators import OpCall
+from sapwood.measurement import tables
+from sapwood.measurement.clock import Timing
+from sapwood.measurement.steps import preferred_steps
+from sapwood.measurement.tables import OperatorTimes
+from sapwood.pipeline import latency, rounding, staircase
+from sapwood.pipeline.predict import Prediction
+from sapwood.planning.counts import Steps, steps_for
+from sapwood.planning.knapsack import Knapsack, choose
+from tests.helpers import build
+
+CPU = torch.device("cpu")
+X = torch.randn(2, 3, 8, 8)
+
+
+def chain(width: int = 64) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * width, 10),
+    )
+
+
+# -- the knapsack ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_knapsack_is_as_good_as_trying_everything(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    sizes = [int(n) for n in dice.integers(1, 5, size=4)]
+    values = [np.sort(dice.random(n)) for n in sizes]
+    alone = [np.sort(dice.random(n)) for n in sizes]
+    pairs = {(u, u + 1): dice.random((sizes[u], sizes[u + 1])) for u in range(3)}
+    problem = Knapsack(values, alone, pairs, 0.1)
+    everything = list(itertools.product(*(range(n) for n in sizes)))
+    times = [problem.time_of(c) for c in everything]
+    for limit in np.quantile(times, [0.0, 0.3, 0.7, 1.0]):
+        best = max(problem.score_of(c) for c, t in zip(everything, times, strict=True) if t <= limit + 1e-9)
+        found = choose(problem, float(limit) + 1e-6)
+        assert found is not None and problem.time_of(found) <= limit + 1e-5
+        assert problem.score_of(found) >= best * 0.998 - 1e-9
+    assert choose(problem, min(times) - 0.01) is None
+
+
+# -- tables ---------------------------------------------------------------------------------
+
+
+def test_operators_are_measured_once_and_kept_on_disk(own_cache: Path) -> None:
+    seen = sw.trace(chain(8), X)
+    calls = [c for c in seen.calls if c.name in tables.TIMED]
+    assert [c.name for c in calls] == ["aten::convolution"] * 3 + ["aten::addmm"]
+    first = OperatorTimes(CPU, "eager")
+    found = [first.time_of(c, seen.dense) for c in calls]
+    assert first.measured == 3 and min(found) > 0  # two of the convolutions are alike
+    assert [first.time_of(c, seen.dense) for c in calls] == found and first.measured == 3
+    first.save()
+    again = OperatorTimes(CPU, "eager")
+    assert [again.time_of(c, seen.dense) for c in calls] == found and again.measured == 0
+    assert OperatorTimes(CPU, "compile").path != again.path
+    narrow = [4] * len(seen.dense)
+    assert again.key(calls[1], narrow) != again.key(calls[1], seen.dense)
+    assert "2x4x8x8" in again.key(calls[1], narrow)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"about": 1}', '{"about": {}, "times_ms": {"a": "b"}}', "[]", "\0"])
+def test_a_damaged_cache_is_measured_anew(own_cache: Path, text: str) -> None:
+    times = OperatorTimes(CPU, "eager")
+    times.path.parent.mkdir(parents=True, exist_ok=True)
+    times.path.write_text(text)
+    seen = sw.trace(chain(8), X)
+    fresh = OperatorTimes(CPU, "eager")
+    assert fresh.time_of(seen.calls[0], seen.dense) > 0 and fresh.measured == 1
+    fresh.save()
+    assert len(json.loads(fresh.path.read_text())["times_ms"]) == 1
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path / "file" / "below"))
+    times, seen = OperatorTimes(CPU, "eager"), sw.trace(chain(8), X)
+    assert times.time_of(seen.calls[0], seen.dense) > 0
+    times.save()
+
+
+class Formula:
+    """Times that follow from sizes: multiply-accumulates, in blocks of ``step`` channels."""
+
+    def __init__(self, step: int = 1, device: torch.device = CPU) -> None:
+        self.step, self.device, self.measured = step, device, 0
+
+    def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
+        args = dict(call.args)
+        if call.name == "aten::convolution":
+            (o, i, kh, kw), (n, _, h, w) = args["weight"].shape(kept), args["input"].shape(kept)
+            return self.up(o) * self.up(i) * kh * kw * n * h * w / 1e6
+        sizes = args["mat2"].shape(kept)
+        return self.up(sizes[0]) * self.up(sizes[1]) / 1e6
+
+    def up(self, size: int) -> int:
+        return -(-size // self.step) * self.step
+
+    def save(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("step", "liked"), [(1, (1, 1)), (8, (8, 1)), (32, (32, 1)), (64, (64, 1))])
+def test_the_step_a_device_likes_is_found(step: int, liked: tuple[int, int]) -> None:
+    assert preferred_steps(Formula(step), "convolution", torch.float32) == liked  # type: ignore[arg-type]
+
+
+def test_widths_that_are_slower_are_never_used() -> None:
+    class Cliff(Formula):
+        def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
+            width = dict(call.args)["input"].shape(kept)[1]
+            return super().time_of(call, kept) * (2.0 if width % 16 else 1.0)
+
+    assert preferred_steps(Cliff(), "convolution", torch.float32) == (16, 16)  # type: ignore[arg-type]
+
+
+def test_narrow_layers_take_smaller_steps() -> None:
+    steps = Steps(64, 8)
+    assert [steps.step(n) for n in (8, 32, 64, 96, 128, 256, 2048)] == [8, 8, 16, 16, 32, 64, 64]
+    assert steps_for(steps, [1, 4], [256, 64]).tolist() == [64.0, 16.0]
+
+
+# -- prediction and correction --------------------------------------------------------------
+
+
+def predicted(model: nn.Module, dense_ms: float) -> Prediction:
+    seen = sw.trace(model, X)
+    scores = [np.ones(g.width) for g in seen.groups]
+    steps = steps_for(8, [1] * len(scores), seen.dense)
+    made = Prediction(seen, scores, Formula(), steps, np.zeros(len(scores), dtype=bool))  # type: ignore[arg-type]
+    made.fill(dense_ms, lambda *_: None)
+    return made
+
+
+def test_the_prediction_is_the_dense_time_for_the_dense_model() -> None:
+    made = predicted(chain(), 50.0)
+    whole = [len(options) - 1 for options in made.choices]
+    assert made.counts(whole) == made.trace.dense == [64, 64, 64]
+    assert made.problem.time_of(whole) == pytest.approx(50.0)
+
+
+def test_the_prediction_follows_the_operators() -> None:
+    model, formula = chain(), Formula()
+    made = predicted(model, 50.0)
+    for choice in itertools.product(*(range(len(options)) for options in made.choices)):
+        kept = made.counts(choice)
+        timed = sum(formula.time_of(c, kept) for c in made.trace.calls if c.name in tables.TIMED)
+        rest = made.problem.time_of(choice) - timed
+        assert 0 < rest < 50  # what is shared out by bytes
+        if choice == tuple(made.fastest()):
+            assert kept == [8, 8, 8]
+
+
+class Clock:
+    """Latency of a deployed model from the widths of its convolutions, in blocks, with a part that stays."""
+
+    def __init__(self, fixed: float = 0.0, noise: float = 0.0, block: int = 1) -> None:
+        self.fixed, self.noise, self.block, self.asked = fixed, noise, block, 0
+
+    def ms(self, model: nn.Module) -> float:
+        convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+        return self.fixed + sum(self.blocks(m.in_channels) * self.blocks(m.out_channels) for m in convs) / 640
+
+    def blocks(self, size: int) -> int:
+        return -(-size // self.block) * self.block
+
+    def __call__(self, calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Timing]:
+        self.asked += 1
+        found = {name: self.ms(call) for name, call in calls.items()}
+        first, n = next(iter(found.values())), self.noise
+        return {
+            name: Timing(
+                t, t * (1 - n), t * (1 + n), 0.0, 15, first / t, first / t * (1 - n), first / t * (1 + n), True
+            )
+            for name, t in found.items()
+        }
+
+
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], Clock]:
+    """Planning with a clock and operator times that are written down; nothing is timed."""
+
+    class Form(nn.Module):
+        form, notes = "folded, eager", ()
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.plain = model
+
+        def runner_for(self, inputs: Any) -> Any:
+            return type("Runner", (), {"call": self.plain})
+
+    def use(clock: Clock) -> Clock:
+        monkeypatch.setattr(latency, "deploy", lambda model, *_, **__: Form(model))
+        monkeypatch.setattr(latency, "take_turns", clock)
+        monkeypatch.setattr(latency, "OperatorTimes", lambda *_, **__: Formula())
+        monkeypatch.setattr("sapwood.pipeline.rounding.preferred_steps", lambda *_: (8, 8))
+        monkeypatch.setattr(latency.time, "sleep", lambda _: None)
+        return clock
+
+    return use
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35, 0.2])
+def test_latency_budgets_are_met_within_three_percent(by_formula: Callable[[Clock], Clock], share: float) -> None:
+    clock, model = by_formula(Clock(fixed=0.5)), chain(128)
+    done = sw.prune(model, X, sw.Budget(latency=share))
+    assert done.check.passed
+    left = clock.ms(done.model) / clock.ms(model)
+    assert share * 0.97 <= left <= share * 1.03
+    assert done.plan.achieved["latency_ms"] == clock.ms(done.model)
+    assert done.plan.achieved["dense_latency_ms"] == clock.ms(model)
+    assert done.plan.budget["latency"] == share and "measured" in done.plan.notes[-1]
+    assert clock.asked <= 1 + latency.TRIES
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.2])
+def test_where_steps_are_coarse_the_budget_is_kept_and_the_gap_told(
+    by_formula: Callable[[Clock], Clock], share: float
+) -> None:
+    clock, model = by_formula(Clock(block=32)), chain(128)
+    plan = sw.make_plan(model, X, sw.Budget(latency=share))
+    left = clock.ms(sw.cut(model, plan)) / clock.ms(model) / share
+    assert left <= 1.03
+    assert left >= 0.97 or "below the budget" in plan.notes[-2]
+
+
+def test_an_absolute_time_is_met(by_formula: Callable[[Clock], Clock]) -> None:
+    clock, model = by_formula(Clock()), chain(128)
+    plan = sw.make_plan(model, X, sw.Budget(latency="20ms"))
+    assert 19.4 <= clock.ms(sw.cut(model, plan)) <= 20.6
+
+
+def test_a_budget_that_needs_nothing_cuts_nothing(by_formula: Callable[[Clock], Clock]) -> None:
+    clock, model = by_formula(Clock()), chain()
+    assert not sw.make_plan(model, X, sw.Budget(latency="1s")).groups
+    assert not sw.make_plan(model, X, sw.Budget(latency=1.0)).groups
+    assert clock.asked
+
+
+def test_what_cannot_be_reached_is_told_with_the_best(by_formula: Callable[[Clock], Clock]) -> None:
+    by_formula(Clock(fixed=10.0))
+    with pytest.raises(
+        sw.SapwoodError, match=r"Budget\(latency=0.1\).*the best found is 1\d\.\d ms, 4\d% of the dense"
+    ):
+        sw.make_plan(chain(), X, sw.Budget(latency=0.1))
+
+
+def test_a_noisy_machine_gives_no_plan(by_formula: Callable[[Clock], Clock]) -> None:
+    clock = by_formula(Clock(noise=0.2))
+    with pytest.raises(sw.SapwoodError, match="too noisy to decide"):
+        sw.make_plan(chain(), X, sw.Budget(latency=0.5))
+    assert clock.asked == 3
+
+
+def test_ignored_layers_and_steps_are_kept(by_formula: Callable[[Clock], Clock]) -> None:
+    by_formula(Clock())
+    plan = sw.make_plan(chain(128), X, sw.Budget(latency=0.7), ignore=("2",), round_to=32)
+    assert len(plan.groups) and "2" not in plan.groups
+    assert all(len(kept) % 32 == 0 for kept in plan.groups.values())
+
+
+def test_a_latency_plan_keeps_the_most_score(by_formula: Callable[[Clock], Clock]) -> None:
+    clock, model = by_formula(Clock()), chain(128)
+    seen = sw.trace(model, X)
+    scores, names = [np.ones(g.width) for g in seen.groups], [g.name for g in seen.groups]
+    even = sw.make_plan(model, X, sw.Budget(channels=0.5), allocate="uniform", round_to=8)
+    share = clock.ms(sw.cut(model, even)) / clock.ms(model)
+    ours = sw.make_plan(model, X, sw.Budget(latency=share))
+    assert clock.ms(sw.cut(model, ours)) <= 1.03 * share * clock.ms(model)
+    assert latency.total_score(scores, ours, names) > latency.total_score(scores, even, names)
+
+
+def test_progress_is_told(by_formula: Callable[[Clock], Clock]) -> None:
+    by_formula(Clock())
+    told: list[tuple[str, int, int]] = []
+    sw.make_plan(chain(), X, sw.Budget(latency=0.5), tell=lambda *what: told.append(what))
+    assert {"timing operators", "measuring cut models"} <= {what for what, _, _ in told}
+    assert all(0 <= done <= of for _, done, of in told)
+
+
+@pytest.mark.parametrize("name", ["plain_chain", "transformer_encoder", "grouped_convolution", "layer_norm"])
+def test_predictions_are_made_for_any_model(name: str) -> None:
+    """Tied groups, norms, attention: every choice fits together, and wider is never predicted to be faster by much."""
+    model, inputs = build(name)
+    seen = sw.trace(model, inputs)
+    times = OperatorTimes(CPU, "eager")
+    scores = [np.ones(g.width) for g in seen.groups]
+    steps = steps_for(None, [1] * len(scores), seen.dense)
+    made = Prediction(seen, scores, times, steps, np.zeros(len(scores), dtype=bool), levels=3)
+    made.fill(1.0, lambda *_: None)
+    found = choose(made.problem, float("inf"))
+    assert found is not None and made.counts(found) == seen.dense
+    for form, _ in seen.constraints:
+        assert form.value(made.counts(made.fastest())) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"), [(0.5, 5.0), ("3.5ms", 3.5), ("800us", 0.8), ("0.2 s", 200.0), (" 1ms ", 1.0), (1, 10.0)]
+)
+def test_latency_budgets_are_read(value: Any, limit: float) -> None:
+    budget = sw.Budget(latency=value)
+    assert budget.kind == "latency" and budget.limit_ms(10.0) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "fast", "3.5", "0ms", "ms", True, "-1ms", float("nan"), [1]])
+def test_bad_latency_budgets_are_refused(value: Any) -> None:
+    with pytest.raises(sw.SapwoodError, match="a fraction above 0 and at most 1, or a time"):
+        sw.Budget(latency=value)
+
+
+def test_round_to_auto_takes_the_measured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "preferred_steps", lambda *_: (32, 8))
+    plan = sw.make_plan(chain(128), X, sw.Budget(channels=0.6), allocate="uniform", round_to="auto")
+    assert {len(kept) for kept in plan.groups.values()} == {64} and plan.budget["round_to"] == "auto (32)"
+    with pytest.raises(sw.SapwoodError, match="at least 1, or 'auto'"):
+        sw.make_plan(chain(), X, sw.Budget(channels=0.5), round_to="automatic")
+
+
+# -- the staircase --------------------------------------------------------------------------
+
+
+def test_cliffs_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Clock):
+        def ms(self, model: nn.Module) -> float:
+            widths = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d)]
+            return sum(widths) * (2.0 if widths[0] % 8 else 1.0)
+
+    class Form:
+        form, notes = "folded, eager", ()
+
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def runner_for(self, inputs: Any) -> Any:
+            return type("Runner", (), {"call": self.model})
+
+    monkeypatch.setattr(staircase, "deploy", lambda model, *_, **__: Form(model))
+    monkeypatch.setattr(staircase, "take_turns", Odd())
+    found = staircase.staircase(chain(64), X, shares=(0.75, 0.7, 0.5))
+    assert [round(s.channels, 2) for s in found.stairs] == [1.0, 0.75, 0.69, 0.5]
+    assert [s.cliff for s in found.stairs] == ["", "", "slower than 75% of the channels", ""]
+    assert found.stairs[-1].timing.speed == 2.0
+    with pytest.raises(sw.SapwoodError, match="shares of the channels"):
+        staircase.staircase(chain(), X, shares=(1.5,))

@@ -1,0 +1,309 @@
+"""The clock, the backends, comparisons, and deployed forms: what they compute and say, never how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sapwood as sw
+from sapwood.measurement import clock, convolutions, count, rewrite, take_turns
+from sapwood.measurement.backends import available, prepare
+from sapwood.measurement.clock import Timing, interval
+from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
+from sapwood.measurement.deployment import deploy
+from sapwood.measurement.machine import Ceilings
+from sapwood.measurement.measure import verdict
+from sapwood.measurement.packing import is_two_of_four
+from tests.helpers import outputs, same, snapshot
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+
+
+IMAGE = torch.randn(2, 3, 4, 4)
+
+
+# -- the clock ------------------------------------------------------------------------------
+
+
+def test_the_interval_covers_the_true_median() -> None:
+    dice = np.random.default_rng(0)
+    hits = 0
+    for _ in range(1000):
+        _, low, high = interval(dice.exponential(size=25).tolist())
+        hits += low <= np.log(2) <= high
+    assert 930 <= hits <= 990
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Timing]]:
+    """Calls whose durations are written down."""
+
+    def run(seconds: float = 5.0, **durations: Callable[[int], float]) -> dict[str, Timing]:
+        rounds = dict.fromkeys(durations, 0)
+
+        def sample(call: Any, repeats: int, device: Any) -> float:
+            rounds[call()] += 1
+            return durations[call()](rounds[call()])
+
+        monkeypatch.setattr(clock, "_sample", sample)
+        return take_turns({name: lambda name=name: name for name in durations}, seconds, warm_up=1)
+
+    return run
+
+
+def test_a_steady_clock_stops_early(scripted: Callable[..., dict[str, Timing]]) -> None:
+    times = scripted(a=lambda _: 4.0, b=lambda _: 2.0)
+    assert times["a"].rounds == 15 and times["b"].settled
+    assert times["b"].speed == times["b"].speed_low == times["b"].speed_high == 2.0
+
+
+def test_what_slows_a_whole_round_down_does_not_count(scripted: Callable[..., dict[str, Timing]]) -> None:
+    times = scripted(0.0, a=lambda n: 4.0 * (1 + n * 5 % 17), b=lambda n: 2.0 * (1 + n * 5 % 17))
+    assert not times["a"].settled and times["a"].rounds == 15
+    assert times["b"].speed_low == times["b"].speed_high == 2.0
+
+
+def test_short_calls_are_timed_several_at_a_time() -> None:
+    ran = []
+    take_turns({"a": lambda: ran.append(1)}, seconds=0.01, least=5)
+    assert len(ran) > 50
+
+
+def timing(low: float, middle: float, high: float) -> Timing:
+    return Timing(1.0, 1.0, 1.0, 0.0, 15, middle, low, high, True)
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        (timing(1.9, 2.0, 2.1), "2.00 times as fast as dense"),
+        (timing(0.11, 0.115, 0.12), "8.70 times slower than dense"),
+        (timing(0.99, 1.0, 1.01), "no faster than dense"),
+        (timing(0.7, 1.0, 1.5), "too noisy to decide: between 0.70 and 1.50 times the speed of dense"),
+        (timing(3.0, 4.0, 5.0), "4.00 times as fast as dense"),
+    ],
+)
+def test_verdicts(times: Timing, says: str) -> None:
+    assert verdict(times) == says
+
+
+def test_the_roofline_is_the_larger_of_two_times() -> None:
+    ceiling = Ceilings(bytes_per_s=1e9, flops_per_s=1e12)
+    assert ceiling.floor_ms(1e9, 1e3) == pytest.approx(1.0)
+    assert ceiling.floor_ms(1e3, 1e6) == pytest.approx(1.0)
+
+
+# -- backends -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile", "onnxruntime", "openvino"])
+def test_every_backend_computes_the_same(backend: str) -> None:
+    if backend not in available(torch.device("cpu")):
+        pytest.skip(f"{backend} cannot run here")
+    model = small().eval()
+    runner = prepare(model, IMAGE, backend)
+    other = torch.randn_like(IMAGE)
+    (found,) = [runner.run(other)] if backend in ("eager", "compile") else runner.run(other)
+    assert runner.backend == backend and not runner.notes
+    torch.testing.assert_close(found, outputs(model, other)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_measure_tells_what_it_measured_and_changes_nothing() -> None:
+    model = small().train()
+    model[2].eval()
+    before, state, inputs = snapshot(model), torch.get_rng_state(), IMAGE.clone()
+    found = sw.measure(model, IMAGE, seconds=0.05)
+    assert same(model, before) and torch.equal(state, torch.get_rng_state()) and torch.equal(IMAGE, inputs)
+    assert model.training and not model[2].training
+    assert (found.backend, found.batch, found.dtype, found.layout) == ("eager", 2, "float32", "contiguous")
+    assert found.machine["threads"] == torch.get_num_threads() and found.machine["device"]
+    assert found.timing.low_ms <= found.median_ms <= found.timing.high_ms
+    assert found.examples_per_s == pytest.approx(2000 / found.median_ms)
+    assert found.peak_bytes is None or found.peak_bytes > 1e6
+
+
+def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    found = sw.measure(small(), IMAGE, "compile", seconds=0.05)
+    assert found.backend == "eager" and "compile failed" in found.notes[0] and "no compiler" in found.notes[0]
+
+
+def test_a_variant_that_does_not_run_is_left_out_with_the_reason() -> None:
+    found = sw.compare(small(), {"same": small(), "broken": nn.Linear(7, 7)}, IMAGE, seconds=0.05)
+    assert [row.name for row in found.rows] == ["dense", "same"]
+    assert "it raised RuntimeError" in found.skipped["broken"]
+    assert found.verdict("broken").startswith("no result")
+    assert found["same"].speed > 0 and found.to_dict()["rows"][1]["verdict"] == found.verdict("same")
+    with pytest.raises(sw.SapwoodError, match="one of dense, same, broken"):
+        found["other"]
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: sw.measure(small(), IMAGE, "graph"), ["backend='graph'", "a model on a CUDA device", "cpu"]),
+        (lambda: sw.measure(small(), IMAGE, "fast"), ["expected one of eager", "'fast'"]),
+        (lambda: sw.measure(small(), torch.randn(2, 4, 4, 4)), ["it raised RuntimeError", "(2, 4, 4, 4)"]),
+        (lambda: sw.measure("model", IMAGE), ["a torch.nn.Module", "str"]),
+        (lambda: sw.compare(small(), {"dense": small()}, IMAGE), ["other names than 'dense'"]),
+        (lambda: sw.deploy(small(), IMAGE, "fast"), ["auto or one of", "'fast'"]),
+        (lambda: sw.deploy(small(), IMAGE, "graph"), ["runs by 'graph'", "CUDA"]),
+        (lambda: sw.deploy("model", IMAGE), ["a torch.nn.Module"]),
+    ],
+)
+def test_bad_input_is_told(call: Callable[[], Any], parts: list[str]) -> None:
+    with pytest.raises(sw.SapwoodError) as caught:
+        call()
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_counts_have_closed_forms() -> None:
+    counted = count(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8))
+    macs = 8 * 16 + 16 * 4
+    assert (counted["macs"], counted["flops"]) == (macs, 2 * macs)
+    assert counted["weight_bytes"] == 4 * counted["params"] == 4 * (macs + 20)
+    assert counted["activation_bytes"] == 4 * (16 + 16 + 4)
+
+
+# -- convolutions computed otherwise --------------------------------------------------------
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "channels", "size"),
+    [(7, 2, 3, 3, 32), (3, 1, 1, 3, 16), (4, 4, 0, 3, 32), (16, 16, 0, 3, 32), (5, 3, 2, 2, 48), (1, 1, 0, 32, 8)],
+)
+def test_several_pixels_at_once_are_the_same_function(
+    kernel: int, stride: int, padding: int, channels: int, size: int, adds: bool
+) -> None:
+    x, bias = torch.randn(2, channels, 32, size).double(), torch.randn(6).double()
+    weight = torch.randn(6, channels, kernel, kernel).double()
+    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, True, adds)
+    plain = torch.nn.functional.conv2d(x, weight, bias, stride, padding)
+    other = torch.randn_like(plain) if adds else None
+    wanted = separate(x, weight, bias, other, conv)
+    ways = list(ways_for(x, weight, conv))
+    assert len(ways) > 2  # separate, fused, and at least one that joins pixels
+    for way in ways:
+        torch.testing.assert_close(Arranged(way, weight, bias, conv)(x, other), wanted)
+
+
+def test_what_does_not_divide_is_not_joined() -> None:
+    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, True, False)
+    assert [w.name for w in ways_for(torch.randn(1, 3, 8, 7), torch.randn(4, 3, 3, 3), conv)] == ["separate", "fused"]
+    valid = Conv((3, 3), (1, 1), (0, 0), (1, 1), 1, True, False)  # the output is narrower than the input
+    assert [w.name for w in ways_for(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3), valid)] == ["separate", "fused"]
+
+
+class Residual(nn.Module):
+    """Sums of two convolutions, of a convolution and its input, outputs used twice, a sum that is broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.block, self.twice = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 1)
+        self.shift = nn.Parameter(torch.randn(1, 8, 1, 1))
+        self.last = nn.Conv2d(8, 4, 3, stride=2, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.left(x) + self.right(x))
+        x = torch.relu(self.block(x) + x)
+        twice = self.twice(x)
+        x = torch.relu(twice) + twice
+        return torch.relu(self.last(x + self.shift)) + torch.relu(self.last(x) + self.shift[:, :4])
+
+
+@pytest.mark.parametrize("chosen", ["separate", "fused", "8 at once", "2 at once"])
+def test_a_rewritten_graph_is_the_same_function(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(x: Any, weight: Any, bias: Any, conv: Conv) -> Any:
+        ways = list(ways_for(x, weight, conv))
+        return next((w for w in ways if w.name == chosen), ways[min(1, len(ways) - 1)])
+
+    monkeypatch.setattr(rewrite, "_plain", lambda node: True)
+    monkeypatch.setattr(rewrite, "fastest_way", choose)
+    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    made, used = rewrite.rewrite(model, ((x,), {}))
+    assert sum(used.values()) == 7 and chosen in used
+    torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_race_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that computes something else can never win."""
+
+    def run_now(function: Any, inputs: Any, device: Any) -> Any:
+        return prepare(function, inputs, "eager")
+
+    wrong = convolutions.Way("wrong", lambda x, w, b, o, c: torch.zeros_like(separate(x, w, b, o, c)))
+    monkeypatch.setattr(convolutions, "capture", run_now)
+    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, True, False)
+    name = convolutions._race([wrong, convolutions.SEPARATE], IMAGE, torch.randn(4, 3, 3, 3), True, conv)
+    assert name == "separate"
+
+
+# -- deploy ---------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, Any]:
+        made = self.body(x)
+        return {"logits": made, "parts": (made[:, :2], made[:, 2:] * (1.0 if scale is None else scale))}
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "compile"])
+def test_deployed_models_give_what_the_model_gives(backend: str) -> None:
+    if backend not in available(torch.device("cpu")):
+        pytest.skip(f"{backend} cannot run here")
+    model = Many().train()
+    before, inputs = snapshot(model), {"x": IMAGE, "scale": torch.tensor(3.0)}
+    made = deploy(model, inputs, backend, seconds=0.05)
+    assert same(model, before) and model.training
+    assert made.form.endswith(backend) and made.error < 1e-4 and "1 batch norms folded" in made.notes
+    for x in (torch.randn_like(IMAGE), torch.randn(3, 3, 4, 4)):  # the second has another batch size
+        found = made(x=x, scale=torch.tensor(2.0))
+        wanted = outputs(model, {"x": x, "scale": torch.tensor(2.0)})
+        got = [found["logits"], *found["parts"]]
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_deploy_chooses_among_forms_and_keeps_the_others_to_look_at() -> None:
+    made = deploy(small(), IMAGE, seconds=0.05)
+    names = {form.name for form in made.forms}
+    assert {"as given", "folded, eager", "channels_last, eager"} <= names and made.form in names
+    assert made.speed > 0
+    found = sw.compare(small(), {"deployed": made}, IMAGE, seconds=0.05)
+    assert [row.name for row in found.rows] == ["dense", "deployed"]
+
+
+def test_a_form_whose_output_is_off_is_not_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sapwood.measurement import deployment as module
+
+    def wrong(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[str]]:
+        return nn.Sequential(model, nn.Hardtanh(-0.01, 0.01)), []
+
+    monkeypatch.setattr(module, "fold_batch_norms", wrong)
+    made = deploy(small(), IMAGE, seconds=0.05)
+    assert made.form == "as given"
+    assert all("its output is off" in form.reason for form in made.forms if form.name != "as given")
+
+
+def test_two_of_four_is_recognised() -> None:
+    assert is_two_of_four(torch.tensor([[1.0, 0, 2, 0, 0, 0, 0, 3]]))
+    assert not is_two_of_four(torch.tensor([[1.0, 1, 2, 0]]))
+    assert not is_two_of_four(torch.ones(2, 6)) and not is_two_of_four(torch.ones(4))
