@@ -33,6 +33,7 @@ from sapwood.capture.skeleton import named_tensors
 from sapwood.measurement import count, take_turns
 from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import ceilings, describe
+from sapwood.measurement.roofline import roofline_ms
 from sapwood.pipeline.latency import LatencyPlanner, total_score
 from sapwood.pipeline.rounding import preferred
 from sapwood.scoring import score_groups
@@ -144,9 +145,8 @@ class Bench:
         found = self.turns(forms, x)
         ceiling = ceilings(self.device, self.dtype)
         for variant, made in variants.items():
-            counted = count(made, x[:1])
-            moved = counted["weight_bytes"] + 2 * batch * counted["activation_bytes"]
-            floor = ceiling.floor_ms(batch * counted["flops"], moved)
+            counted, seen = count(made, x[:1]), sw.trace(made, x)
+            floor = roofline_ms(seen.calls, seen.dense, ceiling)
             found[variant] |= {
                 **counted,
                 "floor_ms": floor,
@@ -169,7 +169,8 @@ class Bench:
 
     def plans(self, name: str, batch: int) -> None:
         model, x, one = self.model(name), self.inputs(batch), self.inputs(1)
-        dense, dense_one = self.deployed(model, x), self.deployed(model, one)
+        dense = self.deployed(model, x)
+        dense_one = self.deployed(model, one) if self.o.one else None
         for share in (0.7, 0.5, 0.35):
             started = time.time()
             try:
@@ -179,23 +180,23 @@ class Bench:
                 self.console.print(f"plans {name} {share}: {error}")
                 self.keep("plans", f"{name}, batch {batch}, {share}", {"failed": str(error)}, started)
                 continue
-            took = time.time() - started
-            small = sw.cut(model, plan)
-            kept = plan.achieved["channels"] / plan.achieved["dense_channels"]
-            forms = {"dense": dense, "cut": self.deployed(small, x, planner.way)}
-            ones = {"dense": dense_one, "cut": self.deployed(small, one, planner.way)}
+            took, left = time.time() - started, plan.achieved
+            kept = left["channels"] / left["dense_channels"]
+            found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(left)}
+            found["latency"] = 1 / left["speed"]  # of dense, which took turns with it
+            if dense_one is not None:
+                ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one, planner.way)}
+                found["batch 1"] = self.turns(ones, one)
             peer = self.peer(model, kept, name) if self.o.peer else "not asked for"
             if isinstance(peer, nn.Module):
-                forms["torch_pruning"] = self.deployed(peer, x, planner.way)
-            found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(plan.achieved)}
-            found |= {f"batch {batch}": self.turns(forms, x), "batch 1": self.turns(ones, one)}
-            found["latency"] = 1 / found[f"batch {batch}"]["cut"]["speed"]
+                forms = {"dense": dense, "torch_pruning": self.deployed(peer, x, planner.way)}
+                found["torch_pruning"] = self.turns(forms, x)["torch_pruning"]
             found["peer"] = peer if isinstance(peer, str) else "measured"
             found["score_kept"] = self.score(model, plan)
             self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
             self.console.print(
                 f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
-                f"batch 1 {1 / found['batch 1']['cut']['speed']:.3f}, plan took {took:.0f} s, notes {plan.notes}"
+                f"plan took {took:.0f} s, notes {plan.notes}"
             )
 
     def planner(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> LatencyPlanner:
@@ -219,7 +220,8 @@ class Bench:
             plan = sw.make_plan(model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto")
             forms = {"dense": self.deployed(model, x), other: self.deployed(sw.cut(model, plan), x)}
             share = min(1.0, 1 / self.turns(forms, x)[other]["speed"])
-            ours = sw.make_plan(model, x, sw.Budget(latency=share), backend=self.o.backend)
+            planner = self.planner(model, x, share, forms["dense"])
+            ours = planner.plan_until(planner.runs)
             forms["latency"] = self.deployed(sw.cut(model, ours), x)
             found: dict[str, Any] = self.turns(forms, x)
             found |= {"score_other": self.score(model, plan), "score_latency": self.score(model, ours)}
@@ -241,6 +243,7 @@ class Bench:
                 "plain": lambda left=left: self.cut_to(model, x, left, None),
                 "auto": lambda left=left: self.cut_to(model, x, left, "auto"),
             }
+            makers["latency"] = lambda left=left: self.fast(model, x, left, dense)
             if self.o.peer:
                 makers["torch_pruning"] = lambda left=left: self.need(self.peer(model, left, name))
             forms, row = {"dense": dense}, {}
@@ -253,6 +256,10 @@ class Bench:
             rows[f"{tenth * 10}%"] = row | {n: t["speed"] for n, t in times.items() if n != "dense"}
             self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
         self.keep("sweep", f"{name}, batch {batch}", {"form": dense.form, "speed": rows}, started)
+
+    def fast(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> nn.Module:
+        planner = self.planner(model, x, share, dense)
+        return sw.cut(model, planner.plan_until(planner.runs))
 
     def cut_to(self, model: nn.Module, x: torch.Tensor, left: float, round_to: Any) -> nn.Module:
         plan = sw.make_plan(model, x[:1], sw.Budget(channels=left), allocate="uniform", round_to=round_to)
@@ -293,7 +300,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer", action="store_true", help="also Torch-Pruning at the same channel ratio")
+    parser.add_argument("--one", action="store_true", help="plans: also at batch 1")
     parser.add_argument("--out", default="benchmarks/results/latency.json")
     options = parser.parse_args()
     bench = Bench(options)

@@ -51,7 +51,7 @@ def test_measure_tells_memory_and_device() -> None:
 
 
 def test_out_of_memory_is_told() -> None:
-    with pytest.raises(sw.SapwoodError, match="enough memory.*smaller batch"):
+    with pytest.raises(sw.SapwoodError, match=r"enough memory.*smaller batch"):
         sw.measure(Big().cuda(), torch.randn(1, device=CUDA))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from sapwood.measurement.deployment import deploy
 from sapwood.measurement.machine import Ceilings
 from sapwood.measurement.measure import verdict
 from sapwood.measurement.packing import is_two_of_four
-from tests.helpers import outputs, same, snapshot
+from sapwood.measurement.roofline import roofline_ms
+from tests.helpers import build, outputs, same, snapshot
 
 
 def small() -> nn.Module:
@@ -92,6 +94,17 @@ def timing(low: float, middle: float, high: float) -> Timing:
 )
 def test_verdicts(times: Timing, says: str) -> None:
     assert verdict(times) == says
+
+
+@pytest.mark.parametrize(
+    "name", ["plain_chain", "grouped_convolution", "transformer_encoder", "transposed_convolution"]
+)
+def test_flops_of_operators_add_up_to_the_counters(name: str) -> None:
+    model, inputs = build(name)
+    seen = sw.trace(model, inputs)
+    ceiling = Ceilings(bytes_per_s=math.inf, flops_per_s=1000.0)
+    assert roofline_ms(seen.calls, seen.dense, ceiling) == pytest.approx(seen.flops)
+    assert roofline_ms(seen.calls, seen.dense, Ceilings(1.0, math.inf)) > 0
 
 
 def test_the_roofline_is_the_larger_of_two_times() -> None:
