@@ -83,7 +83,9 @@ def test_operators_are_measured_once_and_kept_on_disk(own_cache: Path) -> None:
     assert "2x4x8x8" in again.key(calls[1], narrow)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"about": 1}', '{"about": {}, "times_ms": {"a": "b"}}', "[]", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100000, '{"about": 1}', '{"about": {}, "times_ms": {"a": "b"}}', "[]", "\0"]
+)
 def test_a_damaged_cache_is_measured_anew(own_cache: Path, text: str) -> None:
     times = OperatorTimes(CPU, "eager")
     times.path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,6 +295,33 @@ def test_a_latency_plan_keeps_the_most_score(by_formula: Callable[[Clock], Clock
     ours = sw.make_plan(model, X, sw.Budget(latency=share))
     assert clock.ms(sw.cut(model, ours)) <= 1.03 * share * clock.ms(model)
     assert latency.total_score(scores, ours, names) > latency.total_score(scores, even, names)
+
+
+def test_a_model_without_groups_is_told(by_formula: Callable[[Clock], Clock]) -> None:
+    by_formula(Clock(fixed=1.0))
+    with pytest.raises(sw.SapwoodError, match="the best found is 1 ms, 100%"):
+        sw.make_plan(nn.Linear(4, 4), torch.randn(1, 4), sw.Budget(latency=0.5))
+    with pytest.raises(sw.SapwoodError, match="of which nothing can be cut"):
+        staircase.staircase(nn.Linear(4, 4), torch.randn(1, 4), "eager", seconds=0.01)
+
+
+def test_names_to_ignore_may_come_one_by_one(by_formula: Callable[[Clock], Clock]) -> None:
+    by_formula(Clock())
+    plan = sw.make_plan(chain(128), X, sw.Budget(latency=0.5), ignore=(n for n in ["0"]))
+    assert plan.groups and "0" not in plan.groups
+    with pytest.raises(sw.SapwoodError, match="names of modules or parameters; got 5"):
+        sw.make_plan(chain(), X, sw.Budget(channels=0.5), ignore=5)  # type: ignore[arg-type]
+
+
+def test_times_that_are_no_times_are_not_believed(own_cache: Path) -> None:
+    times, seen = OperatorTimes(CPU, "eager"), sw.trace(chain(8), X)
+    times.time_of(seen.calls[0], seen.dense)
+    times.save()
+    text = json.loads(times.path.read_text())
+    text["times_ms"] = dict.fromkeys(text["times_ms"], float("inf"))
+    times.path.write_text(json.dumps(text))
+    again = OperatorTimes(CPU, "eager")
+    assert again.time_of(seen.calls[0], seen.dense) < 1000 and again.measured == 1
 
 
 def test_progress_is_told(by_formula: Callable[[Clock], Clock]) -> None:

@@ -47,9 +47,9 @@ def device_of(model: nn.Module, inputs: Inputs) -> torch.device:
 
 def prepare(model: nn.Module, inputs: Any, backend: str = "eager") -> Runner:
     """Make a model ready to run by the backend named; the time that takes is kept apart."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise explain(f"one of {', '.join(BACKENDS)}", repr(backend), "Choose how the model is run.", "backend")
-    call, start = as_call(inputs), time.perf_counter()
+    call, start = copied(as_call(inputs)), time.perf_counter()
     runner = BACKENDS[backend](model, call)
     runner.prepare_seconds = time.perf_counter() - start
     return runner
@@ -83,6 +83,7 @@ def _graph(model: nn.Module, inputs: Inputs) -> Runner:
 def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, name: str = "graph") -> Runner:
     """Record one forward on copies of the inputs; ``run`` copies new ones in and gives copies out."""
     args, kwargs = held = copied(inputs)
+    _require_leaves(held, "inputs")
     with torch.no_grad(), torch.cuda.device(device), fastest_convolutions():
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -94,14 +95,16 @@ def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = function(*args, **kwargs)
+    _require_leaves(out, "outputs")
     places = [t for t in pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for place, value in zip(places, given, strict=True):
-            place.copy_(value)
-        graph.replay()
-        return pytree.tree_map_only(torch.Tensor, torch.clone, out)
+        with torch.no_grad():
+            for place, value in zip(places, given, strict=True):
+                place.copy_(value)
+            graph.replay()
+            return pytree.tree_map_only(torch.Tensor, torch.clone, out)
 
     def call() -> Any:
         graph.replay()
@@ -110,28 +113,43 @@ def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, 
     return Runner(name, call, run, device, held=[function, graph, out])
 
 
+def _require_leaves(value: Any, what: str) -> None:
+    """Tensors in objects that pytree does not know could be neither refreshed nor copied."""
+    seen = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    if len(seen) != len(list(tensors_in(value))):
+        raise SapwoodError(f"{what}: expected tensors in tuples, lists and dicts; some are in other objects")
+
+
 def _compile(model: nn.Module, inputs: Inputs) -> Runner:
     """torch.compile, on a CUDA device within a graph of our own."""
+    failed: Exception | None = None
+    for freeze in (True, False):
+        try:
+            return _compiled(model, inputs, freeze)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None
+    return _fall_back("compile", model, inputs, failed)
+
+
+def _compiled(model: nn.Module, inputs: Inputs, freeze: bool) -> Runner:
     device = device_of(model, inputs)
-    try:
-        with _compiling():
-            compiled: Any = torch.compile(model, dynamic=False)
-            if device.type == "cuda":
-                return capture(compiled, inputs, device, "compile")
-            runner = _eager(compiled, inputs)
-            runner.call()
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return _fall_back("compile", model, inputs, error)
+    with _compiling(freeze):
+        compiled: Any = torch.compile(model, dynamic=False)
+        if device.type == "cuda":
+            return capture(compiled, inputs, device, "compile")
+        runner = _eager(compiled, inputs)
+        runner.call()
     runner.backend = "compile"
     return runner
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def _compiling(freeze: bool) -> Iterator[None]:
     """Variants share their forward's code: how often that may be compiled is no reason to stop."""
-    frozen = torch._inductor.config.patch(freezing=True)  # weights are constants: packed once
+    frozen = torch._inductor.config.patch(freezing=freeze)  # weights are constants: packed once
     patient = torch._dynamo.config.patch(
         suppress_errors=False, recompile_limit=10**4, accumulated_recompile_limit=10**6
     )

@@ -16,6 +16,7 @@ from sapwood.capture.skeleton import rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.backends import BACKENDS, Runner, available, device_of, prepare
 from sapwood.measurement.clock import Timing, take_turns
+from sapwood.measurement.measure import own_copy, require_seconds, told
 from sapwood.measurement.packing import pack
 from sapwood.measurement.rewrite import rewrite
 from sapwood.storage.fold import fold_batch_norms
@@ -60,7 +61,18 @@ class Deployed(nn.Module):
         if _signature((args, kwargs)) != self._shapes:
             with torch.no_grad():
                 return self.plain(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _resolved, (args, kwargs))
         return self._runner.run(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Deployed:
+        """A deployed model stays in evaluation mode."""
+        return super().train(False)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise explain("a model to load weights into", "a deployed one", "Load first, then deploy.", "Deployed")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise explain("a model to save or copy", "a deployed one", "Keep the model; deploy where it runs.", "Deployed")
 
     def runner_for(self, inputs: Inputs) -> Runner:
         """What is timed: the form itself, on the inputs it was made for."""
@@ -71,8 +83,19 @@ class Deployed(nn.Module):
 
 def _signature(inputs: Inputs) -> tuple[Any, ...]:
     leaves, structure = pytree.tree_flatten(inputs)
-    shapes = tuple((tuple(v.shape), v.dtype, v.device) if isinstance(v, torch.Tensor) else repr(v) for v in leaves)
-    return shapes, str(structure)
+    return tuple(_sign(v) for v in leaves), str(structure)
+
+
+def _sign(value: Any) -> Any:
+    """What must be the same for a form to be used; other objects are never the same."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.device
+    return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else object()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Values as they are, not to be negated or conjugated on reading."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 @undisturbed()
@@ -82,28 +105,37 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
     Batch norms are folded, convolutions laid out and fused as the device likes, 2:4 weights packed where that pays.
     ``backend`` limits the forms to one way of running. The model given is not changed.
     """
-    model, call = require_plain(model), as_call(inputs)
-    device = device_of(model, call)
-    choices = available(device)
-    if backend != "auto" and backend not in BACKENDS:
+    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         raise explain(f"auto or one of {', '.join(BACKENDS)}", repr(backend), "Choose how it is run.", "backend")
-    plain = rebuild(model, lambda _, tensor: tensor.detach().clone()).eval()
-    judge = _Judge(plain, call)
-    runners: dict[str, Runner] = {"as given": prepare(plain, call, "eager")}
+    require_seconds(seconds)
+    model, call = require_plain(model), copied(as_call(inputs))
+    device = device_of(model, call)
+    plain = own_copy(model)
+    try:
+        judge = _Judge(own_copy(model), call)
+    except Exception as error:
+        raise told(error, call) from error
+    runners: dict[str, Runner] = {"as given": prepare(own_copy(model), call, "eager")}
     forms: dict[str, Form] = {}
-    for name, build, way in _forms(plain, call, device, choices if backend == "auto" else [backend]):
+    open_to = [] if judge.changes else available(device) if backend == "auto" else [backend]
+    for name, build, way in _forms(plain, call, device, open_to):
+        if name.startswith("plain, ") and any(n.endswith(f", {way}") for n in runners):
+            continue  # only where no better form of this backend runs
         found = _try(build, way, call, judge)
         if isinstance(found, str):
             forms[name] = Form(name, None, float("inf"), 0.0, reason=found)
         else:
             runners[name], forms[name] = found[0], Form(name, None, found[1], found[0].prepare_seconds, found[0].notes)
-    if backend != "auto" and len(runners) == 1:
+    strict = backend not in ("auto", "eager") and not judge.changes
+    if strict and len(runners) == 1:
         raise SapwoodError(_nothing_left(backend, list(forms.values())))
     with torch.no_grad():
         times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
-    forms["as given"] = Form("as given", times["as given"], 0.0, 0.0)
+    notes = (f"its forward changes {judge.changes}: left as it is",) if judge.changes else ()
+    forms["as given"] = Form("as given", times["as given"], 0.0, 0.0, notes)
+    runners["as given"] = prepare(plain, call, "eager")  # one that has not run yet
     done = [_timed(f, times.get(f.name)) for f in forms.values()]
-    open_ = [f for f in done if f.timing is not None and (backend == "auto" or f.name != "as given")]
+    open_ = [f for f in done if f.timing is not None and (not strict or f.name != "as given")]
     best = min(open_, key=lambda f: f.timing.median_ms if f.timing else float("inf"))
     return Deployed(plain, call, runners[best.name], best, tuple(done))
 
@@ -132,19 +164,24 @@ def _forms(
     if device.type == "cuda":
         arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
         for backend in backends:
-            yield f"arranged, {backend}" if images else backend, arranged, backend
-        packed = pack(model, inputs)
+            yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
+        packed = pack(model, inputs) if "graph" in backends else None
         if packed is not None:
             yield "2:4, graph", lambda: packed, "graph"
-        return
     for backend in backends:
-        yield f"folded, {backend}", folded, backend
-        if images and backend in ("eager", "compile"):
-            yield f"channels_last, {backend}", wide, backend
+        if device.type != "cuda":
+            yield f"folded, {backend}", folded, backend
+            if images and backend in ("eager", "compile"):
+                yield f"channels_last, {backend}", wide, backend
+        yield f"plain, {backend}", lambda: (own_copy(model), ()), backend
 
 
 def _folded(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]]:
-    folded, names = fold_batch_norms(model, inputs)
+    try:
+        folded, names = fold_batch_norms(model, inputs)
+    except Exception as error:
+        why = " ".join(str(error).split())[:120]
+        return own_copy(model), (f"batch norms not folded: {type(error).__name__}: {why}",)
     return folded, (f"{len(names)} batch norms folded",) if names else ()
 
 
@@ -175,7 +212,8 @@ def _try(
             return runner.notes[0]
         runner.notes = (*notes, *runner.notes)
         runner.run = judge.in_shape(runner.run)
-        off = judge.error(runner.run(*inputs[0], **inputs[1]))
+        args, kwargs = copied(inputs)
+        off = judge.error(runner.run(*args, **kwargs))
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         return why if isinstance(error, SapwoodError) else f"{type(error).__name__}: {why}"
@@ -189,7 +227,9 @@ class _Judge:
         half = any(t.dtype in HALF for t in model.parameters())
         with torch.no_grad():
             args, kwargs = copied(inputs)
+            before = {name: tensor.clone() for name, tensor in model.named_buffers()}
             outputs = model(*args, **kwargs)
+            self.changes = ", ".join(n for n, t in model.named_buffers() if not torch.equal(t, before.get(n, t)))
             self.leaves, self.structure = pytree.tree_flatten(outputs)
             plain = list(tensors_in(outputs))
             self.wanted, self.allowed = plain, SAME.get(plain[0].device.type if plain else "cpu", 1e-4)

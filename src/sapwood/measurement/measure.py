@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,13 +13,14 @@ from torch import nn
 
 from sapwood.capture.isolation import undisturbed
 from sapwood.capture.run import Inputs, as_call, tensors_in
+from sapwood.capture.skeleton import named_tensors, rebuild
 from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.backends import Runner, device_of, prepare
 from sapwood.measurement.clock import Timing, settle, take_turns
 from sapwood.measurement.counts import batch_of
 from sapwood.measurement.machine import describe
-from sapwood.surgery.check import evaluating
 
+LARGE = 2**31  # bytes of weights above which they are not copied
 NOISY = 0.10  # a ratio whose 95% interval is wider than this decides nothing
 
 
@@ -111,25 +113,25 @@ def compare(
 
     ``inputs`` are an example batch: a tensor, a tuple of arguments or a dict of keywords.
     """
-    if "dense" in variants:
-        raise explain("other names than 'dense' for the variants", "'dense'", "Rename it.", "compare")
+    if not isinstance(variants, Mapping) or "dense" in variants:
+        got = "'dense'" if isinstance(variants, Mapping) else type(variants).__name__
+        raise explain("variants by names other than 'dense', as a dict", got, "Name them anew.", "compare")
+    require_seconds(seconds)
     call = as_call(inputs)
     models = {"dense": dense, **variants}
     runners: dict[str, Runner] = {}
     peaks: dict[str, int | None] = {}
     skipped: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        for name, model in models.items():
-            stack.enter_context(_in_evaluation(model))
-            try:
-                runners[name], peaks[name] = ready(model, call, backend)
-            except Exception as error:
-                if name == "dense":
-                    raise _told(error, call) from error
-                skipped[name] = str(_told(error, call))
-        device = runners["dense"].device
-        with torch.no_grad():
-            times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
+    for name, model in models.items():
+        try:
+            runners[name], peaks[name] = ready(own_copy(model), call, backend)
+        except Exception as error:
+            if name == "dense":
+                raise told(error, call) from error
+            skipped[name] = str(told(error, call))
+    device = runners["dense"].device
+    with torch.no_grad():
+        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
     rows = []
     for name, runner in runners.items():
         dtype, layout = _form(call)
@@ -152,12 +154,23 @@ def compare(
     return Comparison(tuple(rows), skipped)
 
 
-@contextlib.contextmanager
-def _in_evaluation(model: Any) -> Iterator[None]:
+def own_copy(model: Any) -> nn.Module:
+    """A copy in evaluation mode, so that nothing a forward changes is the user's; large weights are shared."""
     if not isinstance(model, nn.Module):
         raise explain("a torch.nn.Module", type(model).__name__, "Pass the model itself.", "measure")
-    with evaluating(model):
-        yield
+    if hasattr(model, "runner_for"):
+        return model
+    if any(t.is_meta for t in named_tensors(model).values()):
+        raise explain("weights with values", "a model on the meta device", "Fill it first.", "measure")
+    large = sum(t.numel() * t.element_size() for t in model.parameters()) > LARGE
+    return rebuild(model, lambda _, t: t if large and isinstance(t, nn.Parameter) else t.detach().clone()).eval()
+
+
+def require_seconds(seconds: Any) -> None:
+    """A time to measure for."""
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
+        raise explain("a number of seconds above 0", repr(seconds), "For example seconds=2.0.", "seconds")
 
 
 def ready(model: nn.Module, inputs: Inputs, backend: str) -> tuple[Runner, int | None]:
@@ -216,7 +229,7 @@ def _unsettled(timing: Timing) -> str:
     return f"noisy: the 95% interval of the median is {width:.0%} wide when the time was up"
 
 
-def _told(error: Exception, inputs: Inputs) -> SapwoodError:
+def told(error: Exception, inputs: Inputs) -> SapwoodError:
     if isinstance(error, SapwoodError):
         return error
     shapes = [tuple(t.shape) for t in tensors_in(inputs)]

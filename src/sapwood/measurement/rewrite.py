@@ -44,8 +44,14 @@ def rewrite(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, int]
 
 
 def _plain(node: fx.Node) -> bool:
-    x, weight = _value(node.args[0]), _value(node.args[1])
-    return weight.is_cuda and x.dim() == 4 and x.dtype == weight.dtype and node.args[1].op == "get_attr"  # type: ignore[union-attr]
+    """A convolution of images on a GPU whose weight and bias are constants."""
+    x, weight, bias, *_ = _arguments(node)
+    constant = weight.op == "get_attr" and (bias is None or bias.op == "get_attr")
+    return constant and _on_gpu(weight) and _value(x).dim() == 4 and _value(x).dtype == _value(weight).dtype
+
+
+def _on_gpu(weight: fx.Node) -> bool:
+    return _value(weight).is_cuda
 
 
 def _value(node: Any) -> torch.Tensor:
@@ -74,8 +80,29 @@ def _site(node: fx.Node) -> _Site:
     elif after is not None and after.target in _RELU:
         last = after
     window = _pair(_value(weight).shape[2:])
+    if _disturbed(node, last):
+        last, other = node, None
     conv = Conv(window, _pair(stride), _pair(padding), _pair(dilation), groups, last is not node, other is not None)
     return _Site(node, last, other, conv)
+
+
+def _disturbed(node: fx.Node, last: fx.Node) -> bool:
+    """Whether something between the two changes values in place, so that the first may not be done later.
+
+    A sum into the other operand's memory is such a change, too.
+    """
+    between, step = [], node.next
+    while step is not last and node is not last:
+        between.append(step)
+        step = step.next
+    own = {node, last, *node.users}
+    for other in between:
+        schema = getattr(other.target, "_schema", None)
+        if other not in own and schema is not None and schema.is_mutable:
+            return True
+        if other in own and other.target is _aten.add_.Tensor and other.args[0] is not node:
+            return True
+    return False
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -101,7 +128,7 @@ def _same_form(value: torch.Tensor, other: fx.Node) -> bool:
 def _join_biases(made: Any) -> None:
     """Where two convolutions are added, one bias does for both."""
     for node in list(made.graph.nodes):
-        if node.target not in _ADD or len(node.args) != 2:
+        if node.target not in _ADD or len(node.args) != 2 or node.kwargs:
             continue
         pair = [n for n in node.args if isinstance(n, fx.Node) and n.target is _aten.conv2d.default]
         biases = [_arguments(n)[2] for n in pair]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,10 @@ FORMAT = 1
 
 def cache_folder() -> Path:
     """Where measured times are kept: $SAPWOOD_CACHE, or a folder of the user's cache."""
-    own = os.environ.get("SAPWOOD_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sapwood"
+    own, common = os.environ.get("SAPWOOD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(common) if common else Path("~/.cache").expanduser()) / "sapwood"
 
 
 @dataclass
@@ -58,12 +61,16 @@ class OperatorTimes:
         about = {**describe(self.device), "backend": self.backend, "format": FORMAT}
         self._about = about
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"operators-{digest}.json"
+        try:
+            self.path = cache_folder() / f"operators-{digest}.json"
+        except RuntimeError:  # nobody's home
+            self.path, self.use_disk = Path(), False
         if self.use_disk:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with contextlib.suppress(Exception):  # a damaged file is worth no more than none
                 found = json.loads(self.path.read_text())
                 if found["about"] == json.loads(json.dumps(about, default=str)):
-                    self._known = {str(k): float(v) for k, v in found["times_ms"].items() if float(v) > 0}
+                    times = {str(k): float(v) for k, v in found["times_ms"].items()}
+                    self._known = {k: v for k, v in times.items() if math.isfinite(v) and v > 0}
 
     def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
         """Milliseconds of one call when the groups keep so many channels."""

@@ -107,14 +107,20 @@ def _planner(
         )
     if allocate not in ALLOCATIONS:
         raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
-    if not (round_to in (None, "auto") or (isinstance(round_to, int) and round_to >= 1)):
+    whole = isinstance(round_to, int) and not isinstance(round_to, bool) and round_to >= 1
+    if not (round_to in (None, "auto") or whole):
         got, remedy = repr(round_to), "For example round_to=8, or round_to='auto'."
         raise explain("a whole number of at least 1, or 'auto'", got, remedy, "round_to")
+    try:
+        names = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
+    except TypeError:
+        remedy = "For example ignore=('fc', 're:layer1.*')."
+        raise explain("names of modules or parameters", repr(ignore), remedy, "ignore") from None
     model, call = require_plain(model), as_call(example_inputs)
     name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
     latency = budget.kind == "latency"
     steps: Any = preferred(model, call) if round_to == "auto" or (latency and round_to is None) else round_to
-    options: dict[str, Any] = {"allocate": allocate, "ignore": ignore, "round_to": steps, "score_name": name}
+    options: dict[str, Any] = {"allocate": allocate, "ignore": names, "round_to": steps, "score_name": name}
     if latency:
         return LatencyPlanner(model, call, budget, score, options, tell, backend)
     return Planner(model, call, budget, score, options, tell)

@@ -79,6 +79,9 @@ def staircase(
         small = deploy(cut(model, plan), call, way, seconds=0.5) if plan.groups else dense
         times = _turns({"dense": dense, "cut": small}, call, seconds, device)
         left = plan.achieved
+        if not left["dense_channels"]:
+            got, remedy = f"{type(model).__name__}, of which nothing can be cut", "sapwood inspect says why."
+            raise explain("a model with channels to cut", got, remedy, "staircase")
         if not stairs:
             stairs.append(Stair(1.0, 1.0, times["dense"]))
         kept = left["channels"] / left["dense_channels"]

@@ -36,6 +36,8 @@ def choose(
     problem: Knapsack, limit: float, least: Sequence[int] | None = None, seconds: float = 20.0
 ) -> list[int] | None:
     """The choice of each unit, from ``least`` on, that keeps the most score within ``limit``; None where none fits."""
+    if not problem.values:
+        return [] if problem.constant <= limit else None
     sizes = [len(v) for v in problem.values]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     places = dict(zip(problem.pairs, _offsets(problem, int(first[-1])).tolist(), strict=False))

@@ -51,6 +51,21 @@ def fold_batch_norms(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[
     return folded, [norm for _, norm in pairs]
 
 
+def _is_fixed_norm(module: nn.Module) -> bool:
+    norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    return norm and not _hooked(module)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Hooks of the user's see, or change, what would no longer be there."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _grouped_transpose(module: nn.Module) -> bool:
+    """torch's own folding has no case for these."""
+    return isinstance(module, nn.modules.conv._ConvNd) and module.transposed and module.groups > 1
+
+
 def _pairs(model: nn.Module, inputs: Inputs) -> list[tuple[str, str]]:
     """(layer, norm) where the norm alone reads the layer's output and each runs once."""
     return in_fake_mode(lambda mode: _pairs_in(mode, model, inputs))
@@ -63,7 +78,7 @@ def _pairs_in(mode: FakeTensorMode, model: nn.Module, inputs: Inputs) -> list[tu
     with torch.no_grad(), _CountUses() as counter:
         copied = fake_model(mode, model).eval()
         for name, module in copied.named_modules():
-            if type(module) in _LAYERS:
+            if type(module) in _LAYERS and not _hooked(module) and not _grouped_transpose(module):
 
                 def after(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
                     runs[name] = runs.get(name, 0) + 1
@@ -71,7 +86,7 @@ def _pairs_in(mode: FakeTensorMode, model: nn.Module, inputs: Inputs) -> list[tu
                     counter.alive.append(out)
 
                 module.register_forward_hook(after)
-            elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            elif _is_fixed_norm(module):
 
                 def before(_: nn.Module, args: Any, name: str = name) -> None:
                     runs[name] = runs.get(name, 0) + 1
