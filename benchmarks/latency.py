@@ -136,7 +136,9 @@ class Bench:
 
     def half(self, name: str, batch: int) -> None:
         started, model, x = time.time(), self.model(name), self.inputs(batch)
-        done = sw.prune(model, x[:1], sw.Budget(channels=0.5), allocate="uniform", round_to="auto")
+        done = sw.prune(
+            model, x[:1], sw.Budget(channels=0.5), allocate="uniform", round_to="auto", backend=self.o.backend
+        )
         variants: dict[str, nn.Module] = {"dense": model, "half": done.model}
         peer = self.peer(model, 0.5, name)
         if isinstance(peer, nn.Module):
@@ -202,7 +204,12 @@ class Bench:
     def planner(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> LatencyPlanner:
         """As ``make_plan`` has it, but the dense model is deployed once for all budgets."""
         call = ((x,), {})
-        options = {"allocate": "global", "ignore": (), "round_to": preferred(model, call), "score_name": "l1"}
+        options = {
+            "allocate": "global",
+            "ignore": (),
+            "round_to": preferred(model, call, self.o.backend),
+            "score_name": "l1",
+        }
         return LatencyPlanner(model, call, sw.Budget(latency=share), "l1", options, None, self.o.backend, known=dense)
 
     def score(self, model: nn.Module, plan: sw.Plan) -> float:
@@ -217,7 +224,9 @@ class Bench:
         for other, options in (("uniform", {"channels": 0.6}), ("flops", {"flops": 0.5})):
             started = time.time()
             allocate = "uniform" if other == "uniform" else "global"
-            plan = sw.make_plan(model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto")
+            plan = sw.make_plan(
+                model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto", backend=self.o.backend
+            )
             forms = {"dense": self.deployed(model, x), other: self.deployed(sw.cut(model, plan), x)}
             share = min(1.0, 1 / self.turns(forms, x)[other]["speed"])
             planner = self.planner(model, x, share, forms["dense"])
@@ -262,7 +271,8 @@ class Bench:
         return sw.cut(model, planner.plan_until(planner.runs))
 
     def cut_to(self, model: nn.Module, x: torch.Tensor, left: float, round_to: Any) -> nn.Module:
-        plan = sw.make_plan(model, x[:1], sw.Budget(channels=left), allocate="uniform", round_to=round_to)
+        budget, backend = sw.Budget(channels=left), self.o.backend
+        plan = sw.make_plan(model, x[:1], budget, allocate="uniform", round_to=round_to, backend=backend)
         return sw.cut(model, plan)
 
     def need(self, made: nn.Module | str) -> nn.Module:

@@ -126,7 +126,7 @@ class Formula:
         pass
 
 
-@pytest.mark.parametrize(("step", "liked"), [(1, (1, 1)), (8, (8, 1)), (32, (32, 1)), (64, (64, 1))])
+@pytest.mark.parametrize(("step", "liked"), [(1, (8, 8)), (8, (8, 8)), (32, (32, 8)), (64, (64, 8))])
 def test_the_step_a_device_likes_is_found(step: int, liked: tuple[int, int]) -> None:
     assert preferred_steps(Formula(step), "convolution", torch.float32) == liked  # type: ignore[arg-type]
 

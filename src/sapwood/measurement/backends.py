@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ class Runner:
     device: torch.device
     prepare_seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    held: list[Any] = field(default_factory=list, repr=False)
 
 
 def device_of(model: nn.Module, inputs: Inputs) -> torch.device:
@@ -81,21 +80,25 @@ def _graph(model: nn.Module, inputs: Inputs) -> Runner:
 
 
 def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, name: str = "graph") -> Runner:
-    """Record one forward on copies of the inputs; ``run`` copies new ones in and gives copies out."""
+    """Record one forward on copies of the inputs; ``run`` copies new ones in and gives copies out.
+
+    What waits for the device cannot be recorded, and a recording that fails leaves torch's allocator and random
+    numbers in disorder: such a forward is found out before.
+    """
     args, kwargs = held = copied(inputs)
     _require_leaves(held, "inputs")
     with torch.no_grad(), torch.cuda.device(device), fastest_convolutions():
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(2):
-                function(*args, **kwargs)
+            function(*args, **kwargs)
+            with _no_waiting():
+                _require_leaves(function(*args, **kwargs), "outputs")
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = function(*args, **kwargs)
-    _require_leaves(out, "outputs")
     places = [t for t in pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,11 +109,24 @@ def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, 
             graph.replay()
             return pytree.tree_map_only(torch.Tensor, torch.clone, out)
 
-    def call() -> Any:
+    used = (function, held, out)  # a graph keeps none of the memory that it reads
+
+    def call(used: Any = used) -> Any:
         graph.replay()
         return out
 
-    return Runner(name, call, run, device, held=[function, graph, out])
+    return Runner(name, call, run, device)
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What waits for the device raises."""
+    saved = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(saved)
 
 
 def _require_leaves(value: Any, what: str) -> None:

@@ -10,21 +10,34 @@ from sapwood.capture.forms import Form
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.tables import OperatorTimes
 
-WIDTH = 256
+WIDTHS = (256, 192)
 TRIED = (1, 2, 4, 8, 16, 32, 64)
+BYTES = 16  # what a load or a vector unit takes at once; widths that are no multiple of it are never liked
 
 
 def preferred_steps(times: OperatorTimes, kind: str, dtype: torch.dtype) -> tuple[int, int]:
     """(for wide layers, the least that is not slow). ``kind`` is "convolution" or "product".
 
-    A step is liked if giving up that many of 256 channels saves at least half of its share of the time, and if so do
-    all larger ones; it is not slow if the narrower layer is at least no slower than the whole one.
+    A step is liked if giving up that many of 256 (and of 192) channels saves at least half of its share of the time,
+    and if so do all larger ones; it is not slow if the narrower layer is no slower than the whole one.
     """
-    full = times.time_of(_probe(kind, WIDTH, dtype, times.device), [])
-    took = {step: times.time_of(_probe(kind, WIDTH - step, dtype, times.device), []) for step in TRIED}
-    liked = _smallest(lambda step: took[step] <= full * (1 - 0.5 * step / WIDTH))
-    safe = _smallest(lambda step: took[step] <= full * 1.02)
+    least = max(1, BYTES // dtype.itemsize) if times.device.type == "cuda" else 8
+    liked, safe = least, least
+    for width in WIDTHS:
+        full = times.time_of(_probe(kind, width, dtype, times.device), [])
+        took = {step: times.time_of(_probe(kind, width - step, dtype, times.device), []) for step in TRIED}
+        liked = max(liked, _smallest(_saves(took, full, width)))
+        safe = max(safe, _smallest(_not_slower(took, full)))
+    safe = min(safe, 4 * least)
     return max(liked, safe), safe
+
+
+def _saves(took: dict[int, float], full: float, width: int) -> Callable[[int], bool]:
+    return lambda step: took[step] <= full * (1 - 0.5 * step / width)
+
+
+def _not_slower(took: dict[int, float], full: float) -> Callable[[int], bool]:
+    return lambda step: took[step] <= full * 1.02
 
 
 def _smallest(holds: Callable[[int], bool]) -> int:

@@ -53,6 +53,7 @@ class OperatorTimes:
     backend: str
     channels_last: bool = False
     use_disk: bool = True
+    seconds: float = 0.03
     measured: int = 0
     _known: dict[str, float] = field(default_factory=dict)
     _unsaved: int = 0
@@ -105,7 +106,7 @@ class OperatorTimes:
         args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
         with torch.no_grad():
             run = self._runner(call, args)
-            times = take_turns({"it": run.call}, seconds=0.03, least=5, warm_up=2, device=self.device)
+            times = take_turns({"it": run.call}, seconds=self.seconds, least=5, warm_up=2, device=self.device)
         return times["it"].low_ms
 
     def _make(self, sized: Sized, kept: Sequence[int]) -> torch.Tensor:

@@ -119,7 +119,7 @@ def _planner(
     model, call = require_plain(model), as_call(example_inputs)
     name = score if isinstance(score, str) else getattr(score, "__name__", "callable")
     latency = budget.kind == "latency"
-    steps: Any = preferred(model, call) if round_to == "auto" or (latency and round_to is None) else round_to
+    steps: Any = preferred(model, call, backend) if round_to == "auto" or (latency and round_to is None) else round_to
     options: dict[str, Any] = {"allocate": allocate, "ignore": names, "round_to": steps, "score_name": name}
     if latency:
         return LatencyPlanner(model, call, budget, score, options, tell, backend)
