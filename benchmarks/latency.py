@@ -62,6 +62,7 @@ class Bench:
         if self.path.exists():
             self.results = json.loads(self.path.read_text())
         self.console = Console(width=160)
+        self.known: dict[Any, Any] = {}
 
     def model(self, name: str) -> nn.Module:
         torch.manual_seed(0)
@@ -75,6 +76,15 @@ class Bench:
     def inputs(self, batch: int) -> torch.Tensor:
         x = torch.randn(batch, 3, 224, 224, device=self.device, dtype=self.dtype)
         return x.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else x
+
+    def dense(self, name: str, batch: int) -> tuple[nn.Module, torch.Tensor, Deployed]:
+        """A model, a batch and its deployed form, made once for all parts of a run."""
+        if (name, batch) not in self.known:
+            self.known = {k: v for k, v in self.known.items() if k[0] == name}  # one model at a time
+            model, x = self.model(name), self.inputs(batch)
+            self.known[name, batch] = model, x, self.deployed(model, x)
+        found: tuple[nn.Module, torch.Tensor, Deployed] = self.known[name, batch]
+        return found
 
     def deployed(self, model: nn.Module, x: torch.Tensor, backend: str | None = None) -> Deployed:
         return deploy(model, x, backend or self.o.backend, seconds=self.o.seconds)
@@ -135,7 +145,8 @@ class Bench:
     # -- parts ------------------------------------------------------------------------------
 
     def half(self, name: str, batch: int) -> None:
-        started, model, x = time.time(), self.model(name), self.inputs(batch)
+        started = time.time()
+        model, x, dense = self.dense(name, batch)
         done = sw.prune(
             model, x[:1], sw.Budget(channels=0.5), allocate="uniform", round_to="auto", backend=self.o.backend
         )
@@ -143,7 +154,7 @@ class Bench:
         peer = self.peer(model, 0.5, name)
         if isinstance(peer, nn.Module):
             variants["torch_pruning"] = peer
-        forms = {n: self.deployed(m, x) for n, m in variants.items()}
+        forms = {n: dense if n == "dense" else self.deployed(m, x) for n, m in variants.items()}
         found = self.turns(forms, x)
         ceiling = ceilings(self.device, self.dtype)
         for variant, made in variants.items():
@@ -170,8 +181,7 @@ class Bench:
         self.console.print(f"half {name} batch {batch}: {speeds}, {found['half']['ms']:.3f} ms, peer {found['peer']}")
 
     def plans(self, name: str, batch: int) -> None:
-        model, x, one = self.model(name), self.inputs(batch), self.inputs(1)
-        dense = self.deployed(model, x)
+        (model, x, dense), one = self.dense(name, batch), self.inputs(1)
         dense_one = self.deployed(model, one) if self.o.one else None
         for share in (0.7, 0.5, 0.35):
             started = time.time()
@@ -220,14 +230,14 @@ class Bench:
         return total_score(scores, plan, [g.name for g in seen.groups])
 
     def equal(self, name: str, batch: int) -> None:
-        model, x = self.model(name), self.inputs(batch)
+        model, x, dense = self.dense(name, batch)
         for other, options in (("uniform", {"channels": 0.6}), ("flops", {"flops": 0.5})):
             started = time.time()
             allocate = "uniform" if other == "uniform" else "global"
             plan = sw.make_plan(
                 model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto", backend=self.o.backend
             )
-            forms = {"dense": self.deployed(model, x), other: self.deployed(sw.cut(model, plan), x)}
+            forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x)}
             share = min(1.0, 1 / self.turns(forms, x)[other]["speed"])
             planner = self.planner(model, x, share, forms["dense"])
             ours = planner.plan_until(planner.runs)
@@ -242,8 +252,8 @@ class Bench:
 
     def sweep(self, name: str, batch: int) -> None:
         """Every cut in the same form, so that a curve is a curve."""
-        started, model, x = time.time(), self.model(name), self.inputs(batch)
-        dense = self.deployed(model, x)
+        started = time.time()
+        model, x, dense = self.dense(name, batch)
         backend = dense.form.rpartition(", ")[2] if dense.form != "as given" else "eager"
         rows: dict[str, dict[str, Any]] = {}
         for tenth in range(1, 10):
@@ -315,9 +325,9 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/latency.json")
     options = parser.parse_args()
     bench = Bench(options)
-    for part in options.part.split(","):
-        for name in options.models.split(","):
-            for batch in options.batch.split(","):
+    for name in options.models.split(","):
+        for batch in options.batch.split(","):
+            for part in options.part.split(","):
                 try:
                     getattr(bench, part)(name, int(batch))
                 except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.measurement.backends import prepare
+from sapwood.measurement.backends import capture, prepare
 from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
 from sapwood.measurement.deployment import deploy
 from sapwood.measurement.packing import pack
@@ -110,6 +111,22 @@ def test_a_model_that_cannot_be_captured_is_deployed_otherwise() -> None:
     made = deploy(model, x, seconds=0.05)
     assert any("graph failed" in form.reason for form in made.forms)
     torch.testing.assert_close(made(x), outputs(model, x)[0])
+    assert torch.randn(4, device=CUDA).isfinite().all()  # random numbers and memory are in order
+
+
+def test_a_graph_keeps_what_it_reads() -> None:
+    """The call alone is kept; the layer, the input and the runner are gone."""
+
+    def made() -> tuple[Any, torch.Tensor]:
+        layer, x = nn.Linear(2048, 2048).cuda(), torch.randn(64, 2048, device=CUDA)
+        return capture(layer, ((x,), {}), CUDA).call, outputs(layer, x)[0].clone()
+
+    call, wanted = made()
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = [torch.full((2048, 2048), float("nan"), device=CUDA) for _ in range(64)]
+    torch.testing.assert_close(call(), wanted)
+    del junk
 
 
 def test_two_of_four_is_packed_where_it_pays_and_right_where_it_is() -> None:
