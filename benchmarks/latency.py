@@ -29,14 +29,12 @@ from rich.table import Table
 from torch import nn
 
 import sapwood as sw
-from sapwood.capture.skeleton import named_tensors
 from sapwood.measurement import count, take_turns
 from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import ceilings, describe
 from sapwood.measurement.roofline import roofline_ms
-from sapwood.pipeline.latency import LatencyPlanner, total_score
+from sapwood.pipeline.latency import LatencyPlanner
 from sapwood.pipeline.rounding import preferred
-from sapwood.scoring import score_groups
 
 ZOO = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16", "swin_t")
 
@@ -204,7 +202,7 @@ class Bench:
                 forms = {"dense": dense, "torch_pruning": self.deployed(peer, x, planner.way)}
                 found["torch_pruning"] = self.turns(forms, x)["torch_pruning"]
             found["peer"] = peer if isinstance(peer, str) else "measured"
-            found["score_kept"] = self.score(model, plan)
+            found["score_kept"] = plan.achieved["score_kept"]
             self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
             self.console.print(
                 f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
@@ -222,13 +220,6 @@ class Bench:
         }
         return LatencyPlanner(model, call, sw.Budget(latency=share), "l1", options, None, self.o.backend, known=dense)
 
-    def score(self, model: nn.Module, plan: sw.Plan) -> float:
-        if not hasattr(self, "traced") or self.traced[0] is not model:
-            seen = sw.trace(model, self.inputs(1))
-            self.traced = model, seen, score_groups(named_tensors(model), seen.groups, "l1", seen.scales)
-        _, seen, scores = self.traced
-        return total_score(scores, plan, [g.name for g in seen.groups])
-
     def equal(self, name: str, batch: int) -> None:
         model, x, dense = self.dense(name, batch)
         for other, options in (("uniform", {"channels": 0.6}), ("flops", {"flops": 0.5})):
@@ -243,7 +234,7 @@ class Bench:
             ours = planner.plan_until(planner.runs)
             forms["latency"] = self.deployed(sw.cut(model, ours), x)
             found: dict[str, Any] = self.turns(forms, x)
-            found |= {"score_other": self.score(model, plan), "score_latency": self.score(model, ours)}
+            found |= {"score_other": plan.achieved["score_kept"], "score_latency": ours.achieved["score_kept"]}
             self.keep("equal", f"{name}, batch {batch}, {other}", found, started)
             self.console.print(
                 f"equal {name}: {other} {1 / found[other]['speed']:.3f} keeps {found['score_other']:.3f}, latency plan "

@@ -11,13 +11,16 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
-from sapwood.capture.run import Inputs, tensors_in
+from sapwood.capture.run import Inputs
+from sapwood.capture.trace import trace
 from sapwood.errors import SapwoodError
 from sapwood.masking.hold import noted_masks
 from sapwood.masking.targets import maskable
 from sapwood.measurement.counts import batch_of, count
 from sapwood.measurement.forms import Multiply, by_linear, by_product, to_csr, to_semi_structured
 from sapwood.measurement.points import Cost, told
+from sapwood.measurement.roofline import moved_bytes
+from sapwood.measurement.tables import TIMED
 from sapwood.surgery.cut import cut
 from sapwood.types import Plan
 
@@ -131,12 +134,11 @@ def _replaced(masked: nn.Module, packed: Mapping[str, torch.Tensor], multiply: M
 
 
 def dense_cost(model: nn.Module, inputs: Inputs) -> Cost:
-    """What a dense model must compute, and move at least: weights, inputs and outputs once each."""
-    counted, batch = count(model, inputs), batch_of(inputs)
-    with torch.no_grad():
-        out = model(*inputs[0], **inputs[1])
-    moved = sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), *tensors_in(out)))
-    return Cost(float(counted["flops"] * batch), float(counted["weight_bytes"]), float(moved))
+    """What a dense model must compute, and move: the operands and results of its products and convolutions."""
+    counted, batch, seen = count(model, inputs), batch_of(inputs), trace(model, inputs)
+    moved = sum(moved_bytes(c, seen.dense) for c in seen.calls if c.name in TIMED)
+    weights = counted["weight_bytes"]
+    return Cost(float(counted["flops"] * batch), float(weights), float(max(0, moved - weights)))
 
 
 def sparse_cost(form: str, masked: nn.Module, inputs: Inputs, dense: Cost, nonzeros: Mapping[str, int]) -> Cost:

@@ -15,9 +15,13 @@ def roofline_ms(calls: Sequence[OpCall], kept: Sequence[int], ceiling: Ceilings)
     total = 0.0
     for call in calls:
         if call.name in TIMED:
-            moved = sum(math.prod(s.shape(kept)) * s.dtype.itemsize for s in (*call.tensors(), *call.results))
-            total += ceiling.floor_ms(flops_of(call, kept), moved)
+            total += ceiling.floor_ms(flops_of(call, kept), moved_bytes(call, kept))
     return total
+
+
+def moved_bytes(call: OpCall, kept: Sequence[int]) -> int:
+    """Each operand read once, each result written once."""
+    return sum(math.prod(s.shape(kept)) * s.dtype.itemsize for s in (*call.tensors(), *call.results))
 
 
 def flops_of(call: OpCall, kept: Sequence[int]) -> int:

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from sapwood.errors import SapwoodError
@@ -191,9 +190,3 @@ class LatencyPlanner(Planner):
             f"got ±{unsure:.0%}, and {moved:.0%} more or less, on {name_of(self.device)} after 27 seconds. The machine "
             "is too noisy to decide: close what else runs on it, or use a larger batch."
         )
-
-
-def total_score(scores: list[np.ndarray], plan: Plan, names: list[str]) -> float:
-    """The score of all channels that stay, of all there are."""
-    kept = sum(float(s[list(plan.groups[n])].sum() if n in plan.groups else s.sum()) for n, s in zip(names, scores))
-    return kept / sum(float(s.sum()) for s in scores)

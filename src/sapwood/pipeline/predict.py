@@ -9,6 +9,7 @@ import numpy as np
 
 from sapwood.capture.operators import OpCall
 from sapwood.capture.trace import Trace
+from sapwood.measurement.roofline import moved_bytes
 from sapwood.measurement.tables import TIMED, OperatorTimes
 from sapwood.planning.counts import settle, units_of
 from sapwood.planning.knapsack import Knapsack
@@ -88,7 +89,7 @@ class Prediction:
             rest, scale = 0.02 * dense_ms, 0.98 * dense_ms / known if known else 1.0
         moved = _Tables(self)
         for call in other:
-            moved.add(call, lambda kept, c=call: _moved(c, kept))  # type: ignore[misc]
+            moved.add(call, lambda kept, c=call: moved_bytes(c, kept) / 1e6)  # type: ignore[misc]
         total = moved.problem([]).time_of(whole) or 1.0
         self.problem = (
             tables.scaled(scale).plus(moved.scaled((1 - LEAST) * rest / total)).problem(self._values(), LEAST * rest)
@@ -101,11 +102,6 @@ class Prediction:
             np.array([sum(best[g][n] for g, n in zip(unit.groups, counts, strict=True)) for counts in options])
             for unit, options in zip(self.units, self.choices, strict=True)
         ]
-
-
-def _moved(call: OpCall, kept: Sequence[int]) -> float:
-    """Bytes read and written, in units that make good numbers."""
-    return sum(float(np.prod(s.shape(kept))) * s.dtype.itemsize for s in (*call.tensors(), *call.results)) / 1e6
 
 
 class _Tables:

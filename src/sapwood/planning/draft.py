@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,16 @@ def plan_of_counts(
         if n < g.width
     }
     notes = trace.notes + tuple(f"group {name} was left whole: {why}" for name, why in barred.items())
-    return build_plan(trace, kept, budget=budget, notes=notes)
+    plan = build_plan(trace, kept, budget=budget, notes=notes)
+    return replace(plan, achieved={**plan.achieved, "score_kept": score_kept(trace, scores, kept)})
+
+
+def score_kept(trace: Trace, scores: Sequence[np.ndarray], kept: Mapping[str, Sequence[int]]) -> float:
+    """The score of all channels that stay, of all there are."""
+    pairs = list(zip(trace.groups, scores, strict=True))
+    left = sum(float(s[list(kept[g.name])].sum() if g.name in kept else s.sum()) for g, s in pairs)
+    total = sum(float(s.sum()) for _, s in pairs)
+    return left / total if total else 1.0
 
 
 def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def achieved_table(achieved: Mapping[str, Any]) -> Table:
     for kind, label in _LABELS.items():
         before, after = achieved[f"dense_{kind}"], achieved[kind]
         table.add_row(label, f"{before:,}", f"{after:,}", percent(after, before))
+    if "score_kept" in achieved:
+        table.add_row("score", "", "", f"{achieved['score_kept']:.1%}")
     if "latency_ms" in achieved:
         before, after = achieved["dense_latency_ms"], achieved["latency_ms"]
         table.add_row("latency, measured (ms)", f"{before:.3g}", f"{after:.3g}", f"{1 / achieved['speed']:.1%}")
