@@ -1,8 +1,9 @@
 """Other ways to compute a convolution with its bias, sum and relu; which is fastest is measured, shape by shape.
 
 cuDNN computes a convolution, its bias, a sum and the relu in one kernel, where PyTorch's eager path takes up to
-four. It is slow with few channels (an image has three). In channels-last memory, neighbouring pixels of a row are simply more channels: read several at once, with a
-weight arranged for that, and the same function is a convolution of many channels. No copy is made.
+four. It is slow with few channels (an image has three). In channels-last memory neighbouring pixels of a row are
+simply more channels: read several at once, with a weight arranged for that, and the same function is a convolution of
+many channels. No copy is made.
 """
 
 from __future__ import annotations
