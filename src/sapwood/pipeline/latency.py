@@ -32,7 +32,6 @@ class _Try:
     """A plan and what the clock said about it."""
 
     plan: Plan
-    limit: float
     timing: Timing
     dense: Timing
 
@@ -79,6 +78,7 @@ class LatencyPlanner(Planner):
 
     def draft(self) -> Plan:
         if self._seen != dict(self.barred):
+            self.base = None  # it may cut what must now stay whole
             self.prediction, self._seen = self._predict(), dict(self.barred)
         choice = choose(self.prediction.problem, self.limit, self.prediction.least())
         counts = self.prediction.counts(self.prediction.fastest() if choice is None else choice)
@@ -168,10 +168,10 @@ class LatencyPlanner(Planner):
     def _timed(self, plan: Plan) -> _Try:
         if not plan.groups:
             times = self._clock({"dense": self.dense})
-            return _Try(plan, self.limit, times["dense"], times["dense"])
+            return _Try(plan, times["dense"], times["dense"])
         small = deploy(cut(self.model, plan), self.inputs, self.way, seconds=0.5)
         times = self._clock({"dense": self.dense, "cut": small})
-        return _Try(plan, self.limit, times["cut"], times["dense"])
+        return _Try(plan, times["cut"], times["dense"])
 
     def _clock(self, forms: dict[str, Deployed]) -> dict[str, Timing]:
         """Both in turns; when the clock cannot decide within 3%, again with more time, then not at all."""
