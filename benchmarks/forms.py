@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sapwood.cli.bench import parse_batches, parse_matmul, parse_sparsities, summary
+from sapwood.cli.bench import parse_batches, parse_matmul, summary
+from sapwood.cli.common import parse_fractions
 from sapwood.measurement.forms import FORMS
 from sapwood.pipeline.bench import bench_matmul
 from sapwood.reporting.speed import note_words, skipped_words, speed_table, summary_words
@@ -42,7 +43,7 @@ def main() -> int:
         found = bench_matmul(
             *parse_matmul(shape),
             parse_batches(options.batch),
-            parse_sparsities(options.sparsity),
+            parse_fractions(options.sparsity, "--sparsity"),
             options.device,
             options.dtype,
             None,

@@ -207,7 +207,7 @@ def by_formula(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], Clock]:
     """Planning with a clock and operator times that are written down; nothing is timed."""
 
     class Form(nn.Module):
-        form, notes = "folded, eager", ()
+        form, backend, notes = "folded, eager", "eager", ()
 
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -378,7 +378,7 @@ def test_cliffs_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
             return sum(widths) * (2.0 if widths[0] % 8 else 1.0)
 
     class Form:
-        form, notes = "folded, eager", ()
+        form, backend, notes = "folded, eager", "eager", ()
 
         def __init__(self, model: nn.Module) -> None:
             self.model = model

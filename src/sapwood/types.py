@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,9 @@ from sapwood.errors import explain
 
 Site = tuple[str, int]
 """A parameter or buffer name and one of its dimensions."""
+
+Tell = Callable[[str, int, int], None]
+"""Hears of progress: what is being done, how much of it is done, of how much."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sapwood.cli.common import following, show, subject, working
+from sapwood.cli.common import following, parse_fractions, show, subject, working
 from sapwood.errors import explain
 from sapwood.measurement.points import Bench, chosen_device
 from sapwood.pipeline.bench import bench_matmul, bench_model
@@ -47,7 +47,7 @@ def bench(
     shape = parse_matmul(matmul) if matmul is not None else None
     batches = parse_batches(batch or ("1,16,256" if shape else "1,8"))
     options: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend, "seconds": seconds}
-    shares = parse_sparsities(sparsity)
+    shares = parse_fractions(sparsity, "--sparsity")
     chosen_device(device)  # what is not there is said before anything is loaded
     meant = None
     if model is not None:
@@ -99,14 +99,3 @@ def parse_batches(text: str) -> list[int]:
     if not all(re.fullmatch(r"\d{1,7}", p) and int(p) for p in parts):
         raise explain("positive whole numbers such as 1,16,256", repr(text), "Mend it.", "--batch")
     return list(dict.fromkeys(int(p) for p in parts))
-
-
-def parse_sparsities(text: str) -> list[float]:
-    """``0.5,0.9``, each once."""
-    try:
-        found = [float(p) for p in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < s < 1 for s in found):
-        raise explain("fractions above 0 and below 1 such as 0.5,0.9", repr(text), "Mend it.", "--sparsity")
-    return list(dict.fromkeys(found))

@@ -24,12 +24,11 @@ from sapwood.measurement.counts import batch_of
 from sapwood.measurement.model_forms import placed, with_batch
 from sapwood.measurement.points import chosen_device, chosen_dtype
 from sapwood.pipeline.models import named_model, nearest
-from sapwood.pipeline.planner import Tell
 from sapwood.storage import factories
 from sapwood.storage.bundle import KEY, Bundle, make_inputs
 from sapwood.storage.loading import load, load_
 from sapwood.storage.tensors import open_file
-from sapwood.types import Budget
+from sapwood.types import Budget, Tell
 
 VISION = ("torchvision", "timm")
 BUDGETS = ("channels", "params", "flops", "latency")
@@ -116,6 +115,17 @@ def parse_budget(text: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
             return Budget(latency=value)
         raise explain(f"a number after {kind}=", repr(value), f"For example {kind}=0.5.", "--budget") from None
     return Budget(**{kind: int(number) if number > 1 and number.is_integer() else number})
+
+
+def parse_fractions(text: str, option: str) -> list[float]:
+    """``0.5,0.9``, each once."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < 1 for number in found):
+        raise explain("fractions above 0 and below 1 such as 0.5,0.9", repr(text), "Mend it.", option)
+    return list(dict.fromkeys(found))
 
 
 def parse_rounding(text: str | None) -> int | str | None:

@@ -15,9 +15,10 @@ from rich.table import Table
 
 from sapwood.cli.common import show
 from sapwood.errors import explain
-from sapwood.pipeline.demo import EPOCHS, FRACTION, Row, Tell, run_demo
+from sapwood.pipeline.demo import EPOCHS, FRACTION, Row, run_demo
 from sapwood.pipeline.figures import environment
 from sapwood.reporting.runs import claim, curve_table, percent
+from sapwood.types import Tell
 
 
 def demo(

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sapwood.cli.common import following, on_device, parse_rounding, show, subject, working
-from sapwood.errors import explain
+from sapwood.cli.common import following, on_device, parse_fractions, parse_rounding, show, subject, working
 from sapwood.pipeline.models import FORMS
 from sapwood.pipeline.staircase import staircase as measure_stairs
 from sapwood.reporting.stairs import stairs_table, stairs_words
@@ -32,7 +31,7 @@ def staircase(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure latency against width: the same share of every group cut, from little to much."""
-    chosen, step = _shares(shares), parse_rounding(round_to)
+    chosen, step = parse_fractions(shares, "--shares"), parse_rounding(round_to)
     with working(f"Building {model} ..."):
         meant = on_device(subject(model, inputs, dense), device, dtype, batch)
     with following(as_json) as tell:
@@ -42,13 +41,3 @@ def staircase(
         write_text(out, json.dumps(result, indent=1, default=str) + "\n")
     wrote = [f"Wrote {out}."] if out is not None else []
     show(result, as_json, stairs_table(found), *stairs_words(found), *wrote)
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < s < 1 for s in found):
-        raise explain("fractions above 0 and below 1 such as 0.9,0.5", repr(text), "Mend it.", "--shares")
-    return found

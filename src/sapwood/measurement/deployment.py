@@ -53,6 +53,11 @@ class Deployed(nn.Module):
         self.eval()
 
     @property
+    def backend(self) -> str:
+        """What runs it."""
+        return self._runner.backend
+
+    @property
     def speed(self) -> float:
         """Against the model as it was given."""
         return next(f.timing.speed for f in self.forms if f.name == self.form and f.timing is not None)

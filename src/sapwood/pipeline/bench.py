@@ -50,10 +50,8 @@ from sapwood.measurement.points import (
     told,
 )
 from sapwood.pipeline.prune import prune
-from sapwood.types import Budget
+from sapwood.types import Budget, Tell
 
-Tell = Callable[[str, int, int], None]
-"""What is being done, and how many of how many points are done."""
 Measured = tuple[tuple[Row, ...], dict[str, str]]
 SMALLEST = 16
 

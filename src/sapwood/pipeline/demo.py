@@ -19,7 +19,7 @@ from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.shrink import Shrunk, prune_and_recover
 from sapwood.recovery.recover import recover
 from sapwood.storage.bundle import save
-from sapwood.types import Budget
+from sapwood.types import Budget, Tell
 
 EPOCHS, FRACTION, LR = 20, 0.2, 0.1
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -27,8 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "2:4 zeros": {"pattern": "2:4"},
     "half the channels": {"budget": Budget(channels=0.5), "options": {"score": "l1"}},
 }
-Tell = Callable[[str, int, int], None]
-"""(what is being done, step, of how many)"""
 
 
 @dataclass(frozen=True)

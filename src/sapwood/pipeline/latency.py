@@ -60,7 +60,7 @@ class LatencyPlanner(Planner):
         self.told("measuring the dense model", 0, 1)
         self.device = device_of(self.model, self.inputs)
         self.dense = self.known or deploy(self.model, self.inputs, self.backend)
-        self.way = self.dense.form.rpartition(", ")[2] if self.dense.form != "as given" else "eager"
+        self.way = self.dense.backend
         self.dense_ms = self._clock({"dense": self.dense})["dense"].median_ms
         self.told("measuring the dense model", 1, 1)
         arranged = "arranged" in self.dense.form or "channels_last" in self.dense.form

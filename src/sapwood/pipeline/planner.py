@@ -20,13 +20,10 @@ from sapwood.planning.counts import units_of
 from sapwood.planning.draft import build_plan, draft_plan
 from sapwood.scoring import Score, score_groups
 from sapwood.surgery.cut import cut, shape_of_cut
-from sapwood.types import Budget, Plan
+from sapwood.types import Budget, Plan, Tell
 
 Fails = Callable[[Plan], str]
 """A plan -> what is wrong with the model it gives; empty when nothing is."""
-
-Tell = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, of how much)"""
 
 
 @dataclass

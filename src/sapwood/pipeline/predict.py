@@ -13,13 +13,12 @@ from sapwood.measurement.roofline import moved_bytes
 from sapwood.measurement.tables import TIMED, OperatorTimes
 from sapwood.planning.counts import settle, units_of
 from sapwood.planning.knapsack import Knapsack
+from sapwood.types import Tell
 
 LEVELS = 10  # choices of width per unit
 FLOOR = 0.125  # no group is cut below this share
 LEAST = 0.15  # of the time that is not the timed operators': launches and such, which no cut makes shorter
 ANCHORS = 4  # of one side of a pair's table; the rest lies between
-
-Tell = Callable[[str, int, int], None]
 
 
 class Prediction:

@@ -14,13 +14,13 @@ from sapwood.capture.skeleton import require_plain
 from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError, explain
 from sapwood.pipeline.latency import LatencyPlanner
-from sapwood.pipeline.planner import Planner, Tell
+from sapwood.pipeline.planner import Planner
 from sapwood.pipeline.rounding import preferred
 from sapwood.planning.draft import ALLOCATIONS
 from sapwood.scoring import Score
 from sapwood.surgery.check import check as run_check
 from sapwood.surgery.cut import cut
-from sapwood.types import Budget, CheckResult, Plan
+from sapwood.types import Budget, CheckResult, Plan, Tell
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.counts import batch_of
 from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import describe
-from sapwood.pipeline.planner import Tell
 from sapwood.pipeline.prune import make_plan
 from sapwood.surgery.cut import cut
-from sapwood.types import Budget
+from sapwood.types import Budget, Tell
 
 CLIFF = 1.03  # slower than a wider model by this much
 
@@ -70,13 +69,12 @@ def staircase(
     say = tell or (lambda what, done, of: None)
     say("the dense model", 0, len(shares) + 1)
     dense = deploy(model, call, backend)
-    way = dense.form.rpartition(", ")[2] if dense.form != "as given" else "eager"
     stairs: list[Stair] = []
     notes: list[str] = []
     for number, share in enumerate(sorted(set(shares), reverse=True)):
         say(f"{share:.0%} of the channels", number + 1, len(shares) + 1)
         plan = make_plan(model, call, Budget(channels=share), allocate="uniform", round_to=round_to)
-        small = deploy(cut(model, plan), call, way, seconds=0.5) if plan.groups else dense
+        small = deploy(cut(model, plan), call, dense.backend, seconds=0.5) if plan.groups else dense
         times = _turns({"dense": dense, "cut": small}, call, seconds, device)
         left = plan.achieved
         if not left["dense_channels"]:
