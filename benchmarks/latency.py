@@ -90,7 +90,7 @@ class Bench:
     def turns(self, forms: dict[str, Deployed], x: torch.Tensor) -> dict[str, Any]:
         calls = {n: f.runner_for(((x,), {})).call for n, f in forms.items()}
         with torch.no_grad():
-            times = take_turns(calls, 2 * self.o.seconds, device=self.device)
+            times = take_turns(calls, 2 * self.o.seconds, device=self.device, lead=1)
         return {
             n: {
                 "ms": t.median_ms,
@@ -228,12 +228,12 @@ class Bench:
             plan = sw.make_plan(
                 model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto", backend=self.o.backend
             )
-            forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x)}
-            share = min(1.0, 1 / self.turns(forms, x)[other]["speed"])
-            planner = self.planner(model, x, share, forms["dense"])
-            ours = planner.plan_until(planner.runs)
-            forms["latency"] = self.deployed(sw.cut(model, ours), x)
+            forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x, dense.backend)}
             found: dict[str, Any] = self.turns(forms, x)
+            planner = self.planner(model, x, min(1.0, 1 / found[other]["speed"]), dense)
+            ours = planner.plan_until(planner.runs)  # which took turns with the dense model
+            kept = ("latency_ms", "dense_latency_ms", "speed", "speed_interval")
+            found["latency"] = {k: ours.achieved[k] for k in kept}
             found |= {"score_other": plan.achieved["score_kept"], "score_latency": ours.achieved["score_kept"]}
             self.keep("equal", f"{name}, batch {batch}, {other}", found, started)
             self.console.print(

@@ -51,7 +51,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Timing]
     def run(seconds: float = 5.0, **durations: Callable[[int], float]) -> dict[str, Timing]:
         rounds = dict.fromkeys(durations, 0)
 
-        def sample(call: Any, repeats: int, device: Any) -> float:
+        def sample(call: Any, repeats: int, device: Any, lead: int = 0) -> float:
             rounds[call()] += 1
             return durations[call()](rounds[call()])
 

@@ -122,7 +122,9 @@ def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, 
 def _no_waiting() -> Iterator[None]:
     """What waits for the device raises."""
     saved = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

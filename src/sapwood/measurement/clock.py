@@ -41,11 +41,13 @@ def take_turns(
     least: int = 15,
     warm_up: int = 3,
     device: torch.device | None = None,
+    lead: int = 0,
 ) -> dict[str, Timing]:
     """Call each in turn and time every call, until all medians have settled or the time is up.
 
     The order changes from round to round: what ran before leaves its traces in caches and memory. At least ``least``
-    rounds are made. On a CUDA ``device`` its own events keep the time.
+    rounds are made. On a CUDA ``device`` its own events keep the time. ``lead`` calls go before the timed ones of
+    every turn: a model in use follows itself, with its weights in the caches and the next batch in the queue.
     """
     repeats = {name: _warm_up(call, warm_up, device) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -53,7 +55,7 @@ def take_turns(
     while True:
         dice.shuffle(names)
         for name in names:
-            taken[name].append(_sample(calls[name], repeats[name], device))
+            taken[name].append(_sample(calls[name], repeats[name], device, lead))
         rounds, late = len(taken[names[0]]), time.perf_counter() - start >= seconds
         if rounds >= least and (late or (rounds % 5 == 0 and all(_settled(t) for t in taken.values()))):
             break
@@ -69,9 +71,11 @@ def _warm_up(call: Call, times: int, device: torch.device | None) -> int:
     return max(1, min(1000, math.ceil(SAMPLE_MS / max(took, 1e-4))))
 
 
-def _sample(call: Call, repeats: int, device: torch.device | None) -> float:
+def _sample(call: Call, repeats: int, device: torch.device | None, lead: int = 0) -> float:
     """Milliseconds of one call."""
     settle(device)
+    for _ in range(lead):
+        call()
     if device is not None and device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(device):

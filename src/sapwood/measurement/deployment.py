@@ -135,7 +135,7 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
     if strict and len(runners) == 1:
         raise SapwoodError(_nothing_left(backend, list(forms.values())))
     with torch.no_grad():
-        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
+        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device, lead=1)
     notes = (f"its forward changes {judge.changes}: left as it is",) if judge.changes else ()
     forms["as given"] = Form("as given", times["as given"], 0.0, 0.0, notes)
     runners["as given"] = prepare(plain, call, "eager")  # one that has not run yet

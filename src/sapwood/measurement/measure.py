@@ -131,7 +131,7 @@ def compare(
             skipped[name] = str(told(error, call))
     device = runners["dense"].device
     with torch.no_grad():
-        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device)
+        times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device, lead=1)
     rows = []
     for name, runner in runners.items():
         dtype, layout = _form(call)

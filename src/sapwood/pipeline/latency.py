@@ -24,6 +24,7 @@ from sapwood.types import Budget, Plan
 
 CLOSE = 0.03  # how near the budget a plan must come
 TRIES = 10
+NARROW = 8  # the step of layers that the device's own would leave whole
 MOVED = 0.6  # where the dense model takes so much longer or shorter than at first, something disturbs
 
 
@@ -57,6 +58,8 @@ class LatencyPlanner(Planner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(steps := self.options["round_to"], Steps):
+            self.options = {**self.options, "round_to": replace(steps, narrow=NARROW)}
         self.told("measuring the dense model", 0, 1)
         self.device = device_of(self.model, self.inputs)
         self.dense = self.known or deploy(self.model, self.inputs, self.backend)
@@ -102,11 +105,11 @@ class LatencyPlanner(Planner):
                 high = min(high, self.limit)
             else:
                 low = max(low, self.limit)
-            if share > 1 and self._is_fastest(plan):
-                break
-            if again or high - low < 0.01 * target:  # no widths between: take finer steps, once
+            stuck = again or high - low < 0.01 * target or (share > 1 and self._is_fastest(plan))
+            if stuck:  # no widths between: take finer steps, once
                 if self.fine or not isinstance(self.options["round_to"], Steps):
                     break
+                self.limit = 0.99 * target
                 low, high = self._refine(tried), 2 * target
                 continue
             aim = self.limit * 0.985 / share
@@ -117,7 +120,7 @@ class LatencyPlanner(Planner):
     def _refine(self, tried: list[_Try]) -> float:
         """Smaller steps, upwards from the best plan below the budget; what is predicted for that one."""
         coarse: Steps = self.options["round_to"]
-        steps = Steps(max(1, coarse.wide // 4), max(1, coarse.least // 4))
+        steps = replace(coarse, wide=max(1, coarse.wide // 4), least=max(1, coarse.least // 4))
         below = [t for t in tried if t.share(self.budget) <= 1]
         best = max(below, key=lambda t: t.share(self.budget), default=None)
         self.base = self._counts(best.plan) if best else None
@@ -178,7 +181,7 @@ class LatencyPlanner(Planner):
         calls: dict[str, Any] = {name: form.runner_for(self.inputs).call for name, form in forms.items()}
         for seconds in (2.0, 5.0, 20.0):
             with torch.no_grad():
-                times = take_turns(calls, seconds, device=self.device)
+                times = take_turns(calls, seconds, device=self.device, lead=1)
             last = list(times.values())[-1]
             unsure = max((last.high_ms - last.low_ms) / last.median_ms, last.speed_high / last.speed_low - 1) / 2
             moved = abs(times["dense"].median_ms / self.dense_ms - 1) if self.dense_ms else 0.0

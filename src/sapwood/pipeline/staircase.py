@@ -91,7 +91,7 @@ def staircase(
 
 def _turns(forms: dict[str, Deployed], call: Any, seconds: float, device: torch.device) -> dict[str, Timing]:
     with torch.no_grad():
-        return take_turns({n: f.runner_for(call).call for n, f in forms.items()}, seconds, device=device)
+        return take_turns({n: f.runner_for(call).call for n, f in forms.items()}, seconds, device=device, lead=1)
 
 
 def _cliff(wider: Sequence[Stair], timing: Timing) -> str:

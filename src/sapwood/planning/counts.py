@@ -103,15 +103,18 @@ def steps_for(round_to: RoundTo, blocks: Sequence[int], widths: Sequence[int]) -
 class Steps:
     """The step a device likes for wide layers, and the least that keeps it from its slow kernels.
 
-    Narrow layers take smaller steps, a quarter of their width, so that they can be cut at all.
+    Narrow layers take smaller steps, a quarter of their width, so that they can be cut at all. Those that ``least``
+    would leave whole may have a ``narrow`` step where each width is timed before it is chosen.
     """
 
     wide: int
     least: int
+    narrow: int | None = None
 
     def step(self, size: int) -> int:
         fits = 1 << int(math.log2(max(size // 4, 1)))
-        return max(self.least, min(self.wide, fits))
+        least = self.narrow if self.narrow and size < 2 * self.least else self.least
+        return max(min(least, self.least), min(self.wide, fits))
 
 
 RoundTo = int | Steps | None
