@@ -195,7 +195,7 @@ class Bench:
             found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(left)}
             found["latency"] = 1 / left["speed"]  # of dense, which took turns with it
             if dense_one is not None:
-                ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one, planner.way)}
+                ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one)}
                 found["batch 1"] = self.turns(ones, one)
             peer = self.peer(model, kept, name) if self.o.peer else "not asked for"
             if isinstance(peer, nn.Module):

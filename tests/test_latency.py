@@ -22,7 +22,8 @@ from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline import latency, rounding, staircase
 from sapwood.pipeline.predict import Prediction
 from sapwood.planning.counts import Steps, steps_for
-from sapwood.planning.knapsack import Knapsack, choose
+from sapwood.planning.draft import score_kept, weights_of
+from sapwood.planning.knapsack import Knapsack, choose, quickest
 from tests.helpers import build
 
 CPU = torch.device("cpu")
@@ -61,6 +62,29 @@ def test_the_knapsack_is_as_good_as_trying_everything(seed: int) -> None:
         assert found is not None and problem.time_of(found) <= limit + 1e-5
         assert problem.score_of(found) >= best * 0.998 - 1e-9
     assert choose(problem, min(times) - 0.01) is None
+    assert problem.time_of(quickest(problem)) == pytest.approx(min(times), rel=0.003)
+
+
+def test_a_channel_of_a_residual_stream_counts_for_every_weight_it_has_a_part_in() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8)
+            self.ups, self.downs = [nn.ModuleList(nn.Linear(*s) for _ in range(3)) for s in ((8, 16), (16, 8))]
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for up, down in zip(self.ups, self.downs, strict=True):
+                x = x + down(up(x).relu())
+            return self.last(x)
+
+    seen = sw.trace(Net(), torch.randn(2, 4))
+    counts = dict(zip([g.width for g in seen.groups], weights_of(seen), strict=False))
+    assert counts == {8: 8, 16: 2}
+    scores = [np.ones(g.width) for g in seen.groups]
+    half = {g.name: tuple(range(4)) for g in seen.groups if g.width == 8}
+    assert score_kept(seen, scores, half) == pytest.approx(1 - 4 * 8 / (8 * 8 + 3 * 16 * 2))
 
 
 # -- tables ---------------------------------------------------------------------------------

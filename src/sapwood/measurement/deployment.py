@@ -124,8 +124,8 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
     forms: dict[str, Form] = {}
     open_to = [] if judge.changes else available(device) if backend == "auto" else [backend]
     for name, build, way in _forms(plain, call, device, open_to):
-        if name.startswith("plain, ") and any(n.endswith(f", {way}") for n in runners):
-            continue  # only where no better form of this backend runs
+        if name.startswith("plain, ") and way != "graph" and any(n.endswith(f", {way}") for n in runners):
+            continue  # only where no better form of this backend runs; a graph costs next to nothing to try
         found = _try(build, way, call, judge)
         if isinstance(found, str):
             forms[name] = Form(name, None, float("inf"), 0.0, reason=found)

@@ -12,7 +12,8 @@ from sapwood.capture.trace import Trace
 from sapwood.measurement.roofline import moved_bytes
 from sapwood.measurement.tables import TIMED, OperatorTimes
 from sapwood.planning.counts import settle, units_of
-from sapwood.planning.knapsack import Knapsack
+from sapwood.planning.draft import weights_of
+from sapwood.planning.knapsack import Knapsack, quickest
 from sapwood.types import Tell
 
 LEVELS = 10  # choices of width per unit
@@ -39,6 +40,7 @@ class Prediction:
         self.unit_of = {g: n for n, unit in enumerate(self.units) for g in unit.groups}
         widths = np.array(trace.dense, dtype=float)
         self.levels, self.base = levels, base
+        self._fastest: list[int] | None = None
         self.choices = [self._choices(unit, widths, steps, fixed) for unit in self.units]
 
     def _choices(self, unit: Any, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> list[np.ndarray]:
@@ -69,8 +71,10 @@ class Prediction:
         return [next(k for k, c in enumerate(options) if tuple(c.tolist()) == counts) for counts, options in pairs]
 
     def fastest(self) -> list[int]:
-        """Every unit at its narrowest."""
-        return [0] * len(self.units)
+        """Not always the narrowest: some widths have slow kernels."""
+        if self._fastest is None:
+            self._fastest = quickest(self.problem)
+        return self._fastest
 
     def fill(self, dense_ms: float, tell: Tell) -> None:
         """Measure what is not known, and share out what the timed operators leave of the dense model's time."""
@@ -96,7 +100,8 @@ class Prediction:
 
     def _values(self) -> list[np.ndarray]:
         """The score that each choice keeps."""
-        best = [np.concatenate([[0.0], np.cumsum(-np.sort(-s))]) for s in self.scores]
+        pairs = zip(weights_of(self.trace), self.scores, strict=True)
+        best = [n * np.concatenate([[0.0], np.cumsum(-np.sort(-s))]) for n, s in pairs]
         return [
             np.array([sum(best[g][n] for g, n in zip(unit.groups, counts, strict=True)) for counts in options])
             for unit, options in zip(self.units, self.choices, strict=True)

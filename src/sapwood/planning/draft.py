@@ -63,11 +63,16 @@ def plan_of_counts(
 
 
 def score_kept(trace: Trace, scores: Sequence[np.ndarray], kept: Mapping[str, Sequence[int]]) -> float:
-    """The score of all channels that stay, of all there are."""
-    pairs = list(zip(trace.groups, scores, strict=True))
-    left = sum(float(s[list(kept[g.name])].sum() if g.name in kept else s.sum()) for g, s in pairs)
-    total = sum(float(s.sum()) for _, s in pairs)
+    """The score of all channels that stay, of all there are; each counts once for each weight it has a part in."""
+    worth = [(g, n * s) for g, n, s in zip(trace.groups, weights_of(trace), scores, strict=True)]
+    left = sum(float(s[list(kept[g.name])].sum() if g.name in kept else s.sum()) for g, s in worth)
+    total = sum(float(s.sum()) for _, s in worth)
     return left / total if total else 1.0
+
+
+def weights_of(trace: Trace) -> list[int]:
+    """In how many weights the channels of each group have a part: in a residual stream that is most of them."""
+    return [max(1, sum(len(trace.shapes[name]) > 1 for name, _ in g.sites)) for g in trace.groups]
 
 
 def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:

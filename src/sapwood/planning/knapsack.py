@@ -38,6 +38,16 @@ def choose(
     """The choice of each unit, from ``least`` on, that keeps the most score within ``limit``; None where none fits."""
     if not problem.values:
         return [] if problem.constant <= limit else None
+    return _solve(problem, limit, least, seconds)
+
+
+def quickest(problem: Knapsack, seconds: float = 20.0) -> list[int]:
+    """The choices that take the least time."""
+    return (_solve(problem, None, None, seconds) if problem.values else []) or [0] * len(problem.values)
+
+
+def _solve(problem: Knapsack, limit: float | None, least: Sequence[int] | None, seconds: float) -> list[int] | None:
+    """The most score within a limit, or, without one, the least time."""
     sizes = [len(v) for v in problem.values]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     places = dict(zip(problem.pairs, _offsets(problem, int(first[-1])).tolist(), strict=False))
@@ -56,14 +66,14 @@ def choose(
     ties = coo_array((entries, (rows, columns)), shape=(len(right), total)).tocsr()
     integrality = np.zeros(total)
     integrality[: first[-1]] = 1
+    constraints = [LinearConstraint(ties, right, right)]
+    if limit is not None:
+        constraints.append(LinearConstraint(times[None, :], -np.inf, limit - problem.constant))
     found = milp(
-        cost,
+        times if limit is None else cost,
         integrality=integrality,
         bounds=Bounds(0, upper),
-        constraints=[
-            LinearConstraint(ties, right, right),
-            LinearConstraint(times[None, :], -np.inf, limit - problem.constant),
-        ],
+        constraints=constraints,
         options={"time_limit": seconds, "mip_rel_gap": 0.002},
     )
     if found.x is None:
