@@ -14,7 +14,7 @@ import sapwood as sw
 from sapwood.measurement.backends import capture, prepare
 from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
 from sapwood.measurement.deployment import deploy
-from sapwood.measurement.packing import pack
+from sapwood.measurement.packing import pack_two_of_four
 from tests.helpers import outputs, same, snapshot
 from tests.test_latency import chain
 from tests.test_measure import Many, Residual
@@ -133,7 +133,7 @@ def test_two_of_four_is_packed_where_it_pays_and_right_where_it_is() -> None:
     model = nn.Sequential(nn.Linear(4096, 8192), nn.ReLU(), nn.Linear(8192, 4096)).to(CUDA, torch.bfloat16)
     sw.mask_(model, pattern="2:4")
     x = torch.randn(2048, 4096, device=CUDA).bfloat16()
-    packed = pack(model, ((x,), {}))
+    packed = pack_two_of_four(model, ((x,), {}))
     made = deploy(model, x, seconds=0.1)
     assert error(made(x), outputs(model, x)[0]) < 2e-2
     if packed is not None:

@@ -6,6 +6,7 @@ from sapwood.masking import hold, mask, mask_, sparsity
 from sapwood.measurement import Comparison, Deployed, Measurement, compare, deploy, measure
 from sapwood.pipeline import Pruned, Shrunk, make_plan, prune, prune_and_recover
 from sapwood.recovery import Recovered, recover
+from sapwood.sparse import pack, unpack
 from sapwood.storage import load, load_, save
 from sapwood.surgery import check, cut, cut_optimizer, masked_reference
 from sapwood.types import Budget, CheckResult, Frozen, Group, Plan
@@ -39,10 +40,12 @@ __all__ = [
     "mask_",
     "masked_reference",
     "measure",
+    "pack",
     "prune",
     "prune_and_recover",
     "recover",
     "save",
     "sparsity",
     "trace",
+    "unpack",
 ]

@@ -17,11 +17,12 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.backends import BACKENDS, Runner, available, device_of, prepare
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.measure import own_copy, require_seconds, told
-from sapwood.measurement.packing import pack
+from sapwood.measurement.packing import pack_two_of_four, pack_zeros
 from sapwood.measurement.rewrite import rewrite
 from sapwood.storage.fold import fold_batch_norms
 from sapwood.surgery.check import full_precision, relative_error
 
+SPARSE = ("eager", "graph", "compile")  # what runs the packed layers
 HALF = (torch.float16, torch.bfloat16)
 SAME = {"cpu": 1e-4, "cuda": 5e-3}  # float32 may run as TF32 on a GPU
 
@@ -170,9 +171,13 @@ def _forms(
         arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
         for backend in backends:
             yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
-        packed = pack(model, inputs) if "graph" in backends else None
+        packed = pack_two_of_four(model, inputs) if "graph" in backends else None
         if packed is not None:
             yield "2:4, graph", lambda: packed, "graph"
+    sparse = pack_zeros(model, inputs) if set(backends) & set(SPARSE) else None
+    if sparse is not None:
+        for backend in (b for b in backends if b in SPARSE and (b != "eager" or device.type != "cuda")):
+            yield f"packed, {backend}", lambda: sparse, backend
     for backend in backends:
         if device.type != "cuda":
             yield f"folded, {backend}", folded, backend

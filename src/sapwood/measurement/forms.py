@@ -6,6 +6,7 @@ dense           all weights
 zeros           the share of zeros, stored like any other number
 CSR             the same zeros left out; each other value has a 32-bit column number
 BSR             whole blocks of 16 x 16 left out, as many as make the same share
+packed          the same zeros left out, by the kernels of sapwood.sparse; each other value has 8 bits of place
 2:4 (...)       two of every four neighbours left out, in the form that GPUs multiply by; half zeros by construction
 cut             the share of the rows removed: a smaller dense weight
 """
@@ -25,14 +26,17 @@ from sapwood.errors import SapwoodError
 from sapwood.masking.patterns import parse, zero_blocks, zero_nm
 from sapwood.masking.select import smallest, zero_below
 from sapwood.measurement.points import Candidate, Cost, told
+from sapwood.sparse.format import pack_weight, tiles_of
+from sapwood.sparse.operator import most_of, sparse_linear, unready
 
 BLOCK = 16
 CUTLASS, CUSPARSELT = "2:4 (CUTLASS)", "2:4 (cuSPARSELt)"
 SEMI_STRUCTURED = (CUTLASS, CUSPARSELT)
-FORMS = ("dense", "zeros", "CSR", "BSR", CUTLASS, CUSPARSELT, "cut")
+FORMS = ("dense", "zeros", "CSR", "BSR", CUTLASS, CUSPARSELT, "packed", "cut")
 HALF_ONLY = "2:4 is half zeros by construction: ask for sparsity 0.5"
 
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Multiply = Callable[[torch.Tensor, Any], torch.Tensor]
+"""(inputs, a weight in some form) -> outputs."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ def cost(form: str, product: Product, batch: int, nonzeros: int) -> Cost:
     weights = float(rows * cols * size)
     if form == "CSR":
         weights = nonzeros * (size + 4) + (rows + 1) * 4
+    elif form == "packed":
+        weights = nonzeros * (size + 1) + rows * tiles_of(cols) * 4
     elif form == "BSR":
         blocks = nonzeros // BLOCK**2
         weights = nonzeros * size + blocks * 8 + (rows // BLOCK + 1) * 8
@@ -95,6 +101,18 @@ def to_csr(weight: torch.Tensor) -> torch.Tensor:
     return torch.sparse_csr_tensor(*indices, made.values(), made.shape, check_invariants=False)
 
 
+def by_kernel(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    """The kernels of sapwood.sparse; for more rows than they take, the weight is unpacked."""
+    parts, columns = (weight.values, weight.places, weight.starts, None), weight.shape[1]
+    return sparse_linear(x, *parts, columns, most_of(x.device))  # type: ignore[no-any-return]
+
+
+def to_packed(weight: torch.Tensor) -> Any:
+    if why := unready(weight.device, weight.dtype):
+        raise SapwoodError(why)
+    return pack_weight(weight)
+
+
 def to_bsr(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_sparse_bsr((BLOCK, BLOCK))
 
@@ -123,7 +141,7 @@ def refusal(device: torch.device, dtype: torch.dtype, sparsity: float = 0.5) -> 
 class Rotating(nn.Module):
     """One product after another, each with weights of its own; the last is the output."""
 
-    def __init__(self, weights: list[torch.Tensor], multiply: Multiply) -> None:
+    def __init__(self, weights: list[Any], multiply: Multiply) -> None:
         super().__init__()
         self.weights, self.multiply = weights, multiply  # plain attributes: not every form can be a parameter
 
@@ -141,10 +159,10 @@ class Packed:
     form: str
     reference: torch.Tensor
     nonzeros: int
-    pack: Callable[[], torch.Tensor]
+    pack: Callable[[], Any]
     ways: dict[str, Multiply]
     notes: tuple[str, ...] = ()
-    weights: list[torch.Tensor] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
 
     def at_least(self, copies: int) -> None:
         with torch.no_grad(), warnings.catch_warnings():
@@ -225,6 +243,8 @@ def _pack(form: str, product: Product, weight: torch.Tensor, sparsity: float) ->
     nonzeros = int(masked.count_nonzero())
     if form == "zeros":
         return Packed(form, masked, nonzeros, masked.clone, plain)
+    if form == "packed":
+        return Packed(form, masked, nonzeros, lambda: to_packed(masked), {"kernel": by_kernel})
     return Packed(form, masked, nonzeros, lambda: to_csr(masked), sparse)
 
 

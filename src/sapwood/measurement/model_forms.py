@@ -1,10 +1,11 @@
-"""The forms of a whole model: its linear layers multiply by CSR or 2:4 weights; all else runs as it is."""
+"""The forms of a whole model: its linear layers multiply by CSR, 2:4 or packed weights; all else runs as it is."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,15 @@ from sapwood.errors import SapwoodError
 from sapwood.masking.hold import noted_masks
 from sapwood.masking.targets import maskable
 from sapwood.measurement.counts import batch_of, count
-from sapwood.measurement.forms import Multiply, by_linear, by_product, to_csr, to_semi_structured
+from sapwood.measurement.forms import (
+    Multiply,
+    by_kernel,
+    by_linear,
+    by_product,
+    to_csr,
+    to_packed,
+    to_semi_structured,
+)
 from sapwood.measurement.points import Cost, told
 from sapwood.measurement.roofline import moved_bytes
 from sapwood.measurement.tables import TIMED
@@ -26,13 +35,17 @@ from sapwood.types import Plan
 
 FEWEST = 0.1  # of the maskable weights must be in linear layers for a sparse form to say anything
 NO_FORM = "convolutions and other layers have no {form} form in torch"
-WAYS: Mapping[str, Multiply] = {"product": by_product, "linear": by_linear}
+TO: Mapping[str, Callable[[torch.Tensor], Any]] = {"CSR": to_csr, "packed": to_packed}
+BY: Mapping[str, Mapping[str, Multiply]] = {
+    "CSR": {"product": by_product, "linear": by_linear},
+    "packed": {"kernel": by_kernel},
+}
 
 
-class SparseLinear(nn.Module):
+class FormLinear(nn.Module):
     """A linear layer whose weight is a sparse tensor, which not every kind can be as a parameter."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, multiply: Multiply | None) -> None:
+    def __init__(self, weight: Any, bias: torch.Tensor | None, multiply: Multiply | None) -> None:
         super().__init__()
         self.weight, self.bias, self.multiply = weight, bias, multiply
 
@@ -93,17 +106,17 @@ def linear_layers(model: nn.Module, form: str) -> dict[str, nn.Linear]:
 
 
 def to_form(form: str, masked: nn.Module) -> Converted:
-    """A masked model as CSR or 2:4. Layers whose shape does not fit 2:4 stay as they are."""
+    """A masked model as CSR, 2:4 or packed. Layers whose shape does not fit 2:4 stay as they are."""
     layers = linear_layers(masked, form)
-    ways: Mapping[str, Multiply | None] = WAYS if form == "CSR" else {"linear": None}
-    packed: dict[str, torch.Tensor] = {}
+    ways: Mapping[str, Multiply | None] = BY.get(form, {"linear": None})
+    packed: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for name, layer in layers.items():
         weight = layer.weight.detach()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says at the first sparse tensor that they are new
-                packed[name] = to_csr(weight) if form == "CSR" else to_semi_structured(form, weight)
+                packed[name] = TO[form](weight) if form in TO else to_semi_structured(form, weight)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -120,13 +133,13 @@ def to_form(form: str, masked: nn.Module) -> Converted:
     return Converted({w: _replaced(masked, packed, m) for w, m in ways.items()}, nonzeros, tuple(notes))
 
 
-def _replaced(masked: nn.Module, packed: Mapping[str, torch.Tensor], multiply: Multiply | None) -> nn.Module:
+def _replaced(masked: nn.Module, packed: Mapping[str, Any], multiply: Multiply | None) -> nn.Module:
     model = copy_of(masked).eval()
     for name, weight in packed.items():
         layer = model.get_submodule(name)
         bias = layer.bias.detach() if isinstance(layer.bias, torch.Tensor) else None
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, SparseLinear(weight, bias, multiply))
+        setattr(model.get_submodule(parent), last, FormLinear(weight, bias, multiply))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fused path takes dense weights only
@@ -148,7 +161,8 @@ def sparse_cost(form: str, masked: nn.Module, inputs: Inputs, dense: Cost, nonze
         weight = masked.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
         kept, size = nonzeros[name], weight.element_size()
-        places = kept * 4 + (len(weight) + 1) * 4 if form == "CSR" else kept / 4
+        per_value = {"CSR": 4.0, "packed": 1.0}.get(form, 0.25)
+        places = kept * per_value + (0 if per_value < 1 else (len(weight) + 1) * 4)
         flops -= 2.0 * rows * (weight.numel() - kept)
         weights -= (weight.numel() - kept) * size - places
     return Cost(flops, weights, dense.activation_bytes)

@@ -1,7 +1,11 @@
-"""2:4 weights packed for sparse tensor cores, layer by layer, where the clock says that it pays."""
+"""Linear layers whose zeros are left out, layer by layer, where the clock says that it pays.
+
+2:4 weights go to sparse tensor cores; weights with other zeros to the kernels of ``sapwood.sparse``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +15,20 @@ from torch.sparse import to_sparse_semi_structured
 
 from sapwood.capture.isolation import copied
 from sapwood.capture.run import Inputs
-from sapwood.capture.skeleton import rebuild
 from sapwood.measurement.backends import capture
 from sapwood.measurement.clock import take_turns
+from sapwood.sparse import SparseLinear
+from sapwood.sparse.linear import packable, with_layers
+from sapwood.sparse.operator import most_of, unready
 from sapwood.surgery.check import relative_error
 
 PAYS = 1.05  # a packed layer must be faster than the dense one by this much
+TOO_FAR = 0.05  # relative; what follows checks the whole model
+CACHE = 128 * 2**20  # bytes of weights that are read in turns, so that none comes from a cache
+COPIES = 8
+
+Convert = Callable[[nn.Linear], nn.Module]
+Packing = tuple[nn.Module, tuple[str, ...]]
 
 
 def is_two_of_four(weight: torch.Tensor) -> bool:
@@ -26,7 +38,7 @@ def is_two_of_four(weight: torch.Tensor) -> bool:
     return bool((weight.detach().reshape(-1, 4).count_nonzero(1) <= 2).all())
 
 
-def pack(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]] | None:
+def pack_two_of_four(model: nn.Module, inputs: Inputs) -> Packing | None:
     """A copy with 2:4 linear layers packed where that is faster, and what was done; None where nothing is."""
     names = [
         name
@@ -36,26 +48,51 @@ def pack(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]] 
         and module.weight.dtype in (torch.float16, torch.bfloat16)
         and is_two_of_four(module.weight)
     ]
+    return _pack(model, inputs, names, _two_of_four, "2:4 zeros")
+
+
+def pack_zeros(model: nn.Module, inputs: Inputs) -> Packing | None:
+    """The same for zeros anywhere, by kernels that read the other weights only."""
+    names = [
+        name
+        for name, layer in packable(model)
+        if layer.weight.device.type in ("cpu", "cuda") and not unready(layer.weight.device, layer.weight.dtype)
+    ]
+    return _pack(model, inputs, names, lambda layer: SparseLinear.of(layer, most_of(layer.weight.device)), "zeros")
+
+
+def _two_of_four(layer: nn.Linear) -> nn.Module:
+    with torch.device("meta"):
+        made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    made.weight = nn.Parameter(to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias.detach().clone())
+    return made
+
+
+def _pack(model: nn.Module, inputs: Inputs, names: Sequence[str], convert: Convert, what: str) -> Packing | None:
     if not names:
         return None
-    copy = rebuild(model, lambda _, tensor: tensor.detach().clone()).eval()
-    given = _inputs_of(copy, names, inputs)
+    given = _inputs_of(model, names, inputs)
     known: dict[Any, bool] = {}
-    packed = 0
+    made: dict[str, nn.Module] = {}
     for name in names:
-        layer: Any = copy.get_submodule(name)
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         if name not in given:
             continue
-        key = (tuple(layer.weight.shape), tuple(given[name].shape), layer.bias is None)
+        zeros = round(8 * int((layer.weight == 0).sum()) / max(1, layer.weight.numel()))
+        key = (tuple(layer.weight.shape), tuple(given[name].shape), layer.bias is None, zeros)
         if key not in known:
-            known[key] = _pays(layer, given[name])
+            known[key] = _pays(layer, convert, given[name])
         if known[key]:
-            layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
-            packed += 1
-    return (copy, (f"{packed} of {len(names)} layers with 2:4 zeros packed",)) if packed else None
+            made[name] = convert(layer)
+    if not made:
+        return None
+    return with_layers(model, made).eval(), (f"{len(made)} of {len(names)} layers with {what} packed",)
 
 
-def _inputs_of(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, torch.Tensor]:
+def _inputs_of(model: nn.Module, names: Sequence[str], inputs: Inputs) -> dict[str, torch.Tensor]:
     """What each layer is given in one forward."""
     found: dict[str, torch.Tensor] = {}
     hooks = []
@@ -66,22 +103,39 @@ def _inputs_of(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, 
 
         hooks.append(model.get_submodule(name).register_forward_pre_hook(note))
     args, kwargs = copied(inputs)
-    with torch.no_grad():
-        model(*args, **kwargs)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
 
 
-def _pays(layer: nn.Linear, x: torch.Tensor) -> bool:
+def _pays(layer: nn.Linear, convert: Convert, x: torch.Tensor) -> bool:
+    """Whether the layer is faster packed; weights lie in several places, as those of a whole model do."""
     weight = layer.weight.detach()
+    copies = max(1, min(COPIES, CACHE // max(1, weight.nbytes)))
     try:
-        packed = to_sparse_semi_structured(weight)
-        dense = capture(lambda a: F.linear(a, weight, layer.bias), ((x,), {}), x.device)
-        sparse = capture(lambda a: F.linear(a, packed, layer.bias), ((x,), {}), x.device)
-        if relative_error(dense.call(), sparse.call()) > 0.05:
+        plain = [weight.clone() for _ in range(copies)]
+        packed = [convert(layer) for _ in range(copies)]
+        dense = _ready(lambda a: [F.linear(a, w, layer.bias) for w in plain][-1], x)
+        sparse = _ready(lambda a: [p(a) for p in packed][-1], x)
+        if not relative_error(dense(), sparse()) <= TOO_FAR:
             return False
     except Exception:  # a shape or device that the kernels refuse
         return False
-    times = take_turns({"dense": dense.call, "packed": sparse.call}, seconds=0.1, least=7, device=x.device)
+    with torch.no_grad():
+        times = take_turns({"dense": dense, "packed": sparse}, seconds=0.1, least=7, device=x.device)
     return times["packed"].speed_low > PAYS
+
+
+def _ready(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    if x.is_cuda:
+        return capture(function, ((x,), {}), x.device).call
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return function(x)
+
+    return call

@@ -233,11 +233,13 @@ class _ModelForms:
         try:
             zeros = self._masked(budget=Budget(sparsity=self.sparsity))
             self.plain["zeros"] = zeros
-            self.sparse["CSR"] = to_form("CSR", zeros), zeros
         except Exception as error:
-            skipped["CSR"] = told(error)
-            if "zeros" not in self.plain:
-                skipped["zeros"] = told(error)
+            skipped |= dict.fromkeys(("zeros", "CSR", "packed"), told(error))
+        for form in ("CSR", "packed") if "zeros" in self.plain else ():
+            try:
+                self.sparse[form] = to_form(form, zeros), zeros
+            except Exception as error:
+                skipped[form] = told(error)
         for form in SEMI_STRUCTURED:
             if why := refusal(self.device, self.dtype, self.sparsity):
                 skipped |= {} if why == HALF_ONLY and with_half else {form: why}

@@ -31,6 +31,8 @@ def phrase(form: str, sparsity: float, bench: Bench) -> str:
         return f"{share} zeros in dense storage"
     if form == "CSR":
         return f"{share} sparse CSR"
+    if form == "packed":
+        return f"{share} sparse packed"
     if form == "BSR":
         return f"{share} sparse BSR"
     if form == "cut":

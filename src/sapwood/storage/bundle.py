@@ -27,6 +27,7 @@ from sapwood.capture.run import as_call, is_meta
 from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.hold import noted_masks
+from sapwood.sparse.linear import packed_layers, unpack
 from sapwood.storage import factories
 from sapwood.storage.atomic import write_text
 from sapwood.storage.memory import roomy
@@ -72,6 +73,9 @@ def save(
     """
     path, plan = Path(path), plan or Plan({}, {}, {})
     model = unwrap(model)
+    packed = packed_layers(model)
+    if packed:
+        model = unpack(model)
     if is_meta(model):
         raise explain("weights with values", "weights on the meta device", "Load the weights first.", "save")
     record = describe(
@@ -79,6 +83,7 @@ def save(
         plan,
         about=factories.describe(model, factory, arguments),
         inputs=None if example_inputs is None else describe_inputs(example_inputs),
+        packed=packed,
         check=None if check is None else _plain_check(check),
     )
     write_bundle(path, record, _persistent(model), compress, shard_bytes)

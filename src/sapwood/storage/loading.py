@@ -10,6 +10,7 @@ from torch import nn
 from sapwood.capture.skeleton import join_recurrent, named_tensors, rebuild, unwrap
 from sapwood.errors import explain
 from sapwood.masking.hold import note_masks
+from sapwood.sparse.linear import pack_
 from sapwood.storage import factories
 from sapwood.storage.bundle import Bundle, require_model
 from sapwood.storage.record import Record
@@ -64,7 +65,7 @@ def _load(path: str | Path, model: nn.Module | None, verify: bool | str, own: bo
         small = rebuild(dense, fill)
         set_attributes(small, plan)
     note_masks(small, bundle.record.masks)
-    return small
+    return pack_(small, bundle.record.packed)
 
 
 def _refill(model: nn.Module, tensors: dict[str, torch.Tensor], plan: Plan) -> nn.Module:

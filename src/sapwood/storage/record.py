@@ -47,6 +47,8 @@ class Record:
     """Small buffers that are not part of the state_dict, for models built without data."""
     masks: Mapping[str, str] = field(default_factory=dict)
     """Weights whose zeros are a mask, and its pattern."""
+    packed: Mapping[str, int] = field(default_factory=dict)
+    """Linear layers that were packed, and up to how many rows of inputs their kernel is used."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self, pretty: bool = False) -> str:
@@ -67,7 +69,7 @@ class Record:
             n: [{"dim": d, "positions": p, "factor": f} for d, p, f in parts] for n, parts in self.scales.items()
         }
         body["aliases"], body["compressed"] = dict(self.aliases), dict(self.compressed)
-        body["masks"] = dict(self.masks)
+        body["masks"], body["packed"] = dict(self.masks), dict(self.packed)
         body["buffers"], body["digests"] = dict(self.buffers), dict(self.digests)
         return _lines(body) if pretty else json.dumps(body)
 
@@ -178,6 +180,7 @@ def _build(body: dict[str, Any], where: str) -> Record:
         buffers={_name(k, where): _table(v, "", where) for k, v in _table(body, "buffers", where).items()},
         aliases={_name(k, where): _name(v, where) for k, v in _table(body, "aliases", where).items()},
         masks={_name(k, where): str(v)[:40] for k, v in _table({"masks": {}} | body, "masks", where).items()},
+        packed={_name(k, where): int(v) for k, v in _table({"packed": {}} | body, "packed", where).items()},
         versions={str(k): str(v) for k, v in _table(body, "versions", where).items()},
     )
 

@@ -1,0 +1,344 @@
+// y = x W^T + bias for a packed W (see format.py) and a few rows of x, which lie in shared memory.
+//
+// KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4 ... 32.
+// SPLIT: how many warps share a row of W. Sums are made in fp32, always in the same order.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CHUNK = 8, TILE = 2048, WARPS = 16;
+
+template <int KIND> struct Kind { typedef u16 Raw; };
+template <> struct Kind<2> { typedef u32 Raw; };
+
+template <int KIND> __device__ __forceinline__ float widen(u32 raw) {
+    if constexpr (KIND == 0) return __uint_as_float(raw << 16);
+    else if constexpr (KIND == 1) {
+        float wide;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)raw));
+        return wide;
+    } else return __uint_as_float(raw);
+}
+
+template <int KIND> __device__ __forceinline__ typename Kind<KIND>::Raw narrow(float wide) {
+    u16 raw;
+    if constexpr (KIND == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    else if constexpr (KIND == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    else return __float_as_uint(wide);
+    return raw;
+}
+
+// The low and the high half of a word of two 16-bit numbers.
+template <int KIND> __device__ __forceinline__ float low(u32 two) {
+    return KIND == 0 ? __uint_as_float(two << 16) : widen<KIND>(two & 0xffffu);
+}
+template <int KIND> __device__ __forceinline__ float high(u32 two) {
+    return KIND == 0 ? __uint_as_float(two & 0xffff0000u) : widen<KIND>(two >> 16);
+}
+
+// Eight values and their columns. What is read once goes past the caches.
+template <int KIND> struct Chunk {
+    uint4 words[KIND == 2 ? 2 : 1];
+    u32 first, more;
+
+    __device__ __forceinline__ void load(const void *values, const u64 *places, long long at) {
+        constexpr int N = KIND == 2 ? 2 : 1;
+        const uint4 *from = reinterpret_cast<const uint4 *>(values) + at * N;
+#pragma unroll
+        for (int i = 0; i < N; i++) words[i] = __ldcs(from + i);
+        const u64 place = __ldcs(places + at);
+        first = (u32)place;
+        more = (u32)(place >> 32);
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (auto &w : words) w = make_uint4(0, 0, 0, 0);
+        first = more = 0;
+    }
+    __device__ __forceinline__ u32 word(int i) const {
+        const uint4 &w = words[i / 4];
+        return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
+    }
+    __device__ __forceinline__ float value(int i) const {
+        if constexpr (KIND == 2) return __uint_as_float(word(i));
+        else return i % 2 ? high<KIND>(word(i / 2)) : low<KIND>(word(i / 2));
+    }
+    __device__ __forceinline__ bool filler(int i) const {
+        if constexpr (KIND == 2) return word(i) == 0;
+        else return ((i % 2 ? word(i / 2) >> 16 : word(i / 2)) & 0xffffu) == 0;
+    }
+    __device__ __forceinline__ u32 start() const { return first & 0xfffffu; }
+    __device__ __forceinline__ u32 step(int i) const {  // to value i, 1 to 7
+        return i == 1 ? (first >> 20) & 63u : i == 2 ? first >> 26 : (more >> (6 * (i - 3))) & 63u;
+    }
+};
+
+// x[column] of all rows of the batch, from shared memory.
+template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
+    typedef typename Kind<KIND>::Raw Raw;
+    constexpr int BYTES = sizeof(Raw) * BATCH;
+    const char *at = reinterpret_cast<const char *>(xs) + column * BYTES;
+    if constexpr (BYTES <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
+    else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
+    else {
+        constexpr int WORDS = BYTES / 4;
+        u32 w[WORDS];
+        if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
+        else if constexpr (WORDS == 2) {
+            const uint2 v = *reinterpret_cast<const uint2 *>(at);
+            w[0] = v.x, w[1] = v.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; i++) {
+                const uint4 v = reinterpret_cast<const uint4 *>(at)[i];
+                w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if constexpr (KIND == 2) x[b] = __uint_as_float(w[b]);
+            else x[b] = b % 2 ? high<KIND>(w[b / 2]) : low<KIND>(w[b / 2]);
+        }
+    }
+}
+
+template <int KIND, int BATCH>
+__device__ __forceinline__ void accumulate(const Chunk<KIND> &chunk, const void *xs, u32 base, float (&sum)[BATCH]) {
+    u32 column = chunk.start() - base;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        if (i) column += chunk.step(i);
+        float x[BATCH];
+        gather<KIND, BATCH>(xs, column, x);
+        const float w = chunk.value(i);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
+    }
+}
+
+// Sums over the lanes: lane l gets that of row l * BATCH / 32 of the batch, or all get the one.
+template <int BATCH> __device__ __forceinline__ float reduce(float (&sum)[BATCH], int lane) {
+    int left = BATCH;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool upper = lane & half;
+#pragma unroll
+            for (int b = 0; b < BATCH / 2; b++) {
+                if (b < left) {
+                    const float mine = upper ? sum[b + left] : sum[b], other = upper ? sum[b] : sum[b + left];
+                    sum[b] = mine + __shfl_xor_sync(0xffffffffu, other, half);
+                }
+            }
+        } else sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], half);
+    }
+    return sum[0];
+}
+
+// x into shared memory, column by column; whether any of it is infinite or no number.
+template <int KIND, int BATCH>
+__device__ bool fetch(void *xs, const void *x, int batch, int columns, int base, int width) {
+    typedef typename Kind<KIND>::Raw Raw;
+    Raw *to = reinterpret_cast<Raw *>(xs);
+    const Raw *from = reinterpret_cast<const Raw *>(x);
+    constexpr u32 TOP = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
+    bool bad = false;
+    if constexpr (BATCH == 1) {
+        constexpr int MANY = 16 / sizeof(Raw);
+        if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
+            for (int c = threadIdx.x; c < width / MANY; c += blockDim.x) {
+                const uint4 got = reinterpret_cast<const uint4 *>(from + base)[c];
+                const u32 words[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    bad |= (words[i] & TOP) == TOP;
+                    if constexpr (KIND != 2) bad |= (words[i] >> 16 & TOP) == TOP;
+                }
+                reinterpret_cast<uint4 *>(to)[c] = got;
+            }
+            return bad;
+        }
+    }
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        Raw got[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            got[b] = b < batch ? from[(long long)b * columns + base + c] : (Raw)0;
+            bad |= (got[b] & TOP) == TOP;
+        }
+        if constexpr (sizeof(Raw) * BATCH >= 16) {
+            const u32 *words = reinterpret_cast<const u32 *>(got);
+#pragma unroll
+            for (int i = 0; i < (int)sizeof(Raw) * BATCH / 16; i++)
+                reinterpret_cast<uint4 *>(to + (long long)c * BATCH)[i] =
+                    make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) to[(long long)c * BATCH + b] = got[b];
+        }
+    }
+    return bad;
+}
+
+__device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// As a dense product has it: a zero of W times what is not finite is nan. Fillers are no zeros of W.
+template <int KIND, int BATCH>
+__device__ __noinline__ void careful(const void *values, const u64 *places, int first, int last, const void *xs,
+                                     int base, int width, int part, int stride, float (&sum)[BATCH]) {
+    const int lane = threadIdx.x % 32;
+    int met[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) sum[b] = 0, met[b] = 0;
+    for (int c = first + lane; c < last; c += 32) {  // all warps of a row count alike, and sum their own part
+        const bool own = (c - lane - first) / 32 % (stride / 32) == part;
+        Chunk<KIND> chunk;
+        chunk.load(values, places, c);
+        u32 column = chunk.start() - base;
+        for (int i = 0; i < CHUNK; i++) {
+            if (i) column += chunk.step(i);
+            if (chunk.filler(i)) continue;
+            float x[BATCH];
+            gather<KIND, BATCH>(xs, column, x);
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                if (own) sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
+                met[b] += !finite(x[b]);
+            }
+        }
+    }
+    for (int c = lane; c < width; c += 32) {
+        float x[BATCH];
+        gather<KIND, BATCH>(xs, c, x);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)  // columns that are left over met zeros
+        if (__reduce_add_sync(0xffffffffu, met[b]) < 0) sum[b] = __uint_as_float(0x7fc00000u);
+}
+
+extern __shared__ uint4 shared[];
+
+template <int KIND, int BATCH, int SPLIT>
+__global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
+    sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
+                  float *partial, int rows, int columns, int tiles, int batch, int tiles_here) {
+    typedef typename Kind<KIND>::Raw Raw;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = SPLIT > 1 ? warp % SPLIT : 0, at_once = WARPS / SPLIT;
+    const int tile = blockIdx.y * tiles_here, tiles_end = min(tile + tiles_here, tiles);
+    const int base = tile * TILE, width = min(tiles_end * TILE, columns) - base;
+    constexpr int STRIDE = 32 * SPLIT;
+    float *halves = reinterpret_cast<float *>(reinterpret_cast<char *>(shared) +
+                                              (((long long)width * BATCH * sizeof(Raw) + 15) / 16) * 16);
+
+    int row = blockIdx.x * at_once + warp / SPLIT;
+    const int rows_step = gridDim.x * at_once;
+    int first = 0, last = 0;
+    if (row < rows) {
+        first = starts[(long long)row * tiles + tile];
+        last = starts[(long long)row * tiles + tiles_end];
+    }
+    int from = first + part * 32;
+    Chunk<KIND> chunk;
+    if (from + lane < last) chunk.load(values, places, from + lane);  // while x is on its way
+    int next_row = row + rows_step, next_first = 0, next_last = 0;
+    if (next_row < rows) {
+        next_first = starts[(long long)next_row * tiles + tile];
+        next_last = starts[(long long)next_row * tiles + tiles_end];
+    }
+    const bool bad = __syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width));
+
+    float sum[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) sum[b] = 0;
+    while (row - warp / SPLIT < rows) {  // the same for all warps of a block
+        const bool ends = from + STRIDE >= last;
+        const int next = ends ? next_first + part * 32 : from + STRIDE;
+        const int next_end = ends ? next_last : last;
+        Chunk<KIND> ahead;
+        if (next + lane < next_end) ahead.load(values, places, next + lane);
+        if (from + lane < last) accumulate<KIND, BATCH>(chunk, shared, base, sum);
+        if (ends) {
+            if (bad && row < rows) {
+                float slow[BATCH];  // apart, so that the sums of the fast way stay in registers
+                careful<KIND, BATCH>(values, places, first, last, shared, base, width, part, STRIDE, slow);
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) sum[b] = slow[b];
+            }
+            float total = reduce<BATCH>(sum, lane);
+            constexpr int LANES = 32 / BATCH;
+            const int b = lane / LANES;
+            if constexpr (SPLIT > 1) {
+                if (lane % LANES == 0) halves[warp * BATCH + b] = total;
+                __syncthreads();
+                total = 0;
+                for (int s = 0; s < SPLIT; s++) total += halves[(warp - part + s) * BATCH + b];
+                __syncthreads();
+            }
+            if (lane % LANES == 0 && b < batch && part == 0 && row < rows) {
+                if (partial) partial[((long long)blockIdx.y * batch + b) * rows + row] = total;
+                else {
+                    if (bias) total += widen<KIND>(reinterpret_cast<const Raw *>(bias)[row]);
+                    reinterpret_cast<Raw *>(y)[(long long)b * rows + row] = narrow<KIND>(total);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) sum[i] = 0;
+            row = next_row, first = next_first, last = next_last;
+            next_row += rows_step;
+            next_first = next_last = 0;
+            if (next_row < rows) {
+                next_first = starts[(long long)next_row * tiles + tile];
+                next_last = starts[(long long)next_row * tiles + tiles_end];
+            }
+        }
+        from = next;
+        chunk = ahead;
+    }
+}
+
+// The parts of the columns, in their order, and the bias.
+template <int KIND>
+__global__ void sum_parts(const float *partial, const void *bias, void *y, int parts, int rows, long long count) {
+    typedef typename Kind<KIND>::Raw Raw;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
+        float total = 0;
+        for (int p = 0; p < parts; p++) total += partial[p * count + i];
+        if (bias) total += widen<KIND>(reinterpret_cast<const Raw *>(bias)[i % rows]);
+        reinterpret_cast<Raw *>(y)[i] = narrow<KIND>(total);
+    }
+}
+
+// The dense matrix again: a warp fills a row of a tile in shared memory and writes it out.
+template <int KIND>
+__global__ void unpack(const void *values, const u64 *places, const int *starts, void *dense, int rows, int columns,
+                       int tiles) {
+    typedef typename Kind<KIND>::Raw Raw;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    Raw *own = reinterpret_cast<Raw *>(shared) + warp * TILE;
+    for (long long cell = blockIdx.x * (long long)warps + warp; cell < (long long)rows * tiles;
+         cell += (long long)gridDim.x * warps) {
+        const int row = cell / tiles, base = (int)(cell % tiles) * TILE, width = min(TILE, columns - base);
+        for (int c = lane; c < width; c += 32) own[c] = 0;
+        __syncwarp();
+        for (int c = starts[cell] + lane; c < starts[cell + 1]; c += 32) {
+            Chunk<KIND> chunk;
+            chunk.load(values, places, c);
+            u32 column = chunk.start() - base;
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                if (i) column += chunk.step(i);
+                if (chunk.filler(i)) continue;
+                if constexpr (KIND == 2) own[column] = chunk.word(i);
+                else own[column] = (u16)(i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
+            }
+        }
+        __syncwarp();
+        Raw *to = reinterpret_cast<Raw *>(dense) + (long long)row * columns + base;
+        for (int c = lane; c < width; c += 32) to[c] = own[c];
+        __syncwarp();
+    }
+}

@@ -1,0 +1,98 @@
+"""CUDA kernels from source: compiled when first used, kept on disk, launched on the stream of the caller.
+
+NVRTC comes with PyTorch, so that no compiler is needed on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sapwood.errors import SapwoodError
+
+_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_LIMIT = 48 * 1024
+
+
+class Kernel:
+    """A function on a device."""
+
+    def __init__(self, handle: ctypes.c_void_p, device: int) -> None:
+        self.handle, self.device, self.shared = handle, device, _STATIC_LIMIT
+
+    def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Sequence[Any]) -> None:
+        """``arguments``: tensors, None for a null pointer, and integers of 32 bits or ``ctypes`` numbers."""
+        held = [_as_c(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
+        with torch.cuda.device(self.device):
+            if shared > self.shared:
+                _done(_driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, shared))
+                self.shared = shared
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _done(_driver().cuLaunchKernel(self.handle, *grid, 1, threads, 1, 1, shared, stream, pointers, None))
+
+
+def _as_c(value: Any) -> Any:
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(value) if isinstance(value, int) else value
+
+
+@functools.cache
+def kernel(source: Path, name: str, device: int) -> Kernel:
+    """``name`` may be an instance of a template, such as ``sum<0>``."""
+    major, minor = torch.cuda.get_device_capability(device)
+    text = source.read_text()
+    key = hashlib.sha256(f"{text}|{name}|{major}.{minor}|{torch.version.cuda}".encode()).hexdigest()[:24]
+    at = cache_folder() / f"{key}.cubin"
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # there must be a context to load it into
+        try:
+            entry, _, binary = at.read_bytes().partition(b"\n")
+        except OSError:
+            from torch.cuda import _utils
+
+            binary, mangled = _utils._nvrtc_compile(text, name, f"{major}{minor}", nvcc_options=["--std=c++17"])
+            entry = mangled.encode()
+            _keep(at, entry + b"\n" + binary)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _done(_driver().cuModuleLoadData(ctypes.byref(module), binary))
+        _done(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry))
+        return Kernel(function, device)
+
+
+def cache_folder() -> Path:
+    found = os.environ.get("SAPWOOD_CACHE")
+    return (Path(found) if found else Path.home() / ".cache" / "sapwood") / "kernels"
+
+
+def _keep(at: Path, content: bytes) -> None:
+    """For the next process; where it cannot be written, each process compiles for itself."""
+    part = at.with_suffix(f".{os.getpid()}.part")
+    try:
+        at.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        part.replace(at)
+    except OSError:
+        pass
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _done(code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise SapwoodError(f"a CUDA kernel of sapwood: {text.value.decode() if text.value else f'error {code}'}")
