@@ -244,7 +244,8 @@ def _pack(form: str, product: Product, weight: torch.Tensor, sparsity: float) ->
     if form == "zeros":
         return Packed(form, masked, nonzeros, masked.clone, plain)
     if form == "packed":
-        return Packed(form, masked, nonzeros, lambda: to_packed(masked), {"kernel": by_kernel})
+        made = to_packed(masked)
+        return Packed(form, masked, nonzeros, made.clone, {"kernel": by_kernel})
     return Packed(form, masked, nonzeros, lambda: to_csr(masked), sparse)
 
 

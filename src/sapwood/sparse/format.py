@@ -38,6 +38,9 @@ class Packed:
     """[rows * tiles + 1], int32."""
     shape: tuple[int, int]
 
+    def clone(self) -> Packed:
+        return Packed(self.values.clone(), self.places.clone(), self.starts.clone(), self.shape)
+
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.values, self.places, self.starts))
