@@ -172,7 +172,7 @@ def test_non_contiguous_and_unaligned_inputs() -> None:
         torch.randn(2, 3, 256, device="cuda", dtype=torch.bfloat16),
     ):
         assert_near(product(x, weight), x, weight)
-    with pytest.raises(SapwoodError, match="inputs of torch.bfloat16 on cuda:0; got torch.bfloat16 on cpu"):
+    with pytest.raises(SapwoodError, match=r"inputs of torch.bfloat16 on cuda:0; got torch.bfloat16 on cpu"):
         product(torch.randn(1, 256, dtype=torch.bfloat16), weight)
 
 
