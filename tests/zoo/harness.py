@@ -27,7 +27,7 @@ class Row:
     params_before: int = 0
     params_after: int = 0
     body_left: float = 1.0
-    """Fraction of the parameters left, outside those that make the outputs (the classifier)."""
+    """Fraction of the parameters left, outside embeddings and those that make the outputs (the classifier)."""
     gflops_before: float = 0.0
     gflops_after: float = 0.0
     groups: int = 0
@@ -132,5 +132,7 @@ def _run(model: nn.Module, inputs: Any) -> Any:
 
 
 def _body(model: nn.Module, trace: sw.Trace) -> int:
-    outputs = {name for f in trace.frozen if "model's output" in f.reason for name, dim in f.sites if dim == 0}
-    return sum(p.numel() for n, p in model.named_parameters() if n not in outputs)
+    """Parameters outside embeddings (rows that are looked up) and classifiers (rows that are outputs)."""
+    ends = ("model's output", "rows are looked up by number")
+    outside = {n for f in trace.frozen if any(e in f.reason for e in ends) for n, dim in f.sites if dim == 0}
+    return sum(p.numel() for n, p in model.named_parameters() if n not in outside)
