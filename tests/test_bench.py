@@ -84,6 +84,7 @@ def test_costs_in_closed_form() -> None:
     acts = 8 * (32 + 64) * 4
     assert cost("dense", SMALL, 8, 2048) == Cost(2 * 8 * 2048, 2048 * 4, acts)
     assert cost("zeros", SMALL, 8, 205) == cost("dense", SMALL, 8, 2048)
+    assert cost("packed", SMALL, 8, 205).weight_bytes == 205 * 5 + 64 * 4
     assert cost("CSR", SMALL, 8, 205) == Cost(2 * 8 * 205, 205 * (4 + 4) + 65 * 4, acts)
     assert cost("BSR", SMALL, 8, 2 * 256) == Cost(2 * 8 * 512, 512 * 4 + 2 * 8 + 5 * 8, acts)
     assert cost("cut", SMALL, 8, 16 * 32) == Cost(2 * 8 * 512, 512 * 4, 8 * (32 + 16) * 4)
@@ -124,7 +125,7 @@ def test_relative_error() -> None:
 def test_forms_hold_the_zeros_asked_for_and_compute_the_same(sparsity: float) -> None:
     forms, skipped = pack_forms(SMALL, sparsity)
     found = {f.form: f for f in forms}
-    assert list(found) == ["dense", "zeros", "CSR", "BSR", "cut"]
+    assert list(found) == ["dense", "zeros", "CSR", "BSR", "packed", "cut"]
     assert skipped == dict.fromkeys((CUTLASS, CUSPARSELT), "2:4 needs a CUDA device")
     gone, blocks = round(sparsity * 2048), 8 - round(sparsity * 8)
     assert found["zeros"].nonzeros == found["CSR"].nonzeros == 2048 - gone
@@ -260,10 +261,10 @@ def test_a_model_by_its_forms_is_not_changed() -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     found = bench_model(model, torch.randn(2, 16), (1, 4), (0.5,), device="cpu", seconds=0.02)
     assert model.training and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-    assert [[r.form for r in p.rows] for p in found.points] == [["dense", "zeros", "CSR", "cut"]] * 2
+    assert [[r.form for r in p.rows] for p in found.points] == [["dense", "zeros", "CSR", "packed", "cut"]] * 2
     assert found.points[0].skipped[CUTLASS] == "2:4 needs a CUDA device"
-    assert found.points[0].rows[3].cost.flops < found.points[0].rows[0].cost.flops
-    assert "half of the channels removed" in row_words(found.points[0].rows[3], 0.5, found)
+    assert found.points[0].rows[-1].cost.flops < found.points[0].rows[0].cost.flops
+    assert "half of the channels removed" in row_words(found.points[0].rows[-1], 0.5, found)
 
 
 def test_a_model_of_convolutions_has_no_csr() -> None:
@@ -307,6 +308,7 @@ FASTER, SLOWER, SAME, NOISY = (1.33, 1.34, 1.35), (0.11, 0.115, 0.12), (0.99, 1.
     ("form", "sparsity", "speed", "words"),
     [
         ("CSR", 0.9, SLOWER, "zeros do not pay here: 90% sparse CSR is 8.70 times slower than dense"),
+        ("packed", 0.9, FASTER, "90% sparse packed pays: 1.34 times as fast as dense"),
         ("CSR", 0.99, FASTER, "99% sparse CSR pays: 1.34 times as fast as dense"),
         ("zeros", 0.9, SAME, "zeros do not pay here: 90% zeros in dense storage are no faster than dense"),
         (CUSPARSELT, 0.5, FASTER, "2:4 (cuSPARSELt) pays: 1.34 times as fast as dense"),
@@ -386,12 +388,12 @@ def test_matmul_for_a_machine_and_into_a_file(tmp_path: Path) -> None:
     assert found["dtype"] == "float32" and found["backend"] == "eager" and found["machine"]["kind"] == "cpu"
     assert [(p["batch"], p["sparsity"]) for p in found["points"]] == [(1, 0.5), (8, 0.5), (1, 0.9), (8, 0.9)]
     for point in found["points"]:
-        assert [r["form"] for r in point["rows"]] == ["dense", "zeros", "CSR", "BSR", "cut"]
+        assert [r["form"] for r in point["rows"]] == ["dense", "zeros", "CSR", "BSR", "packed", "cut"]
         assert set(point["skipped"]) == {CUTLASS, CUSPARSELT}
         for line in point["rows"]:
             assert line["verdict"] and line["error"] < 1e-3 and line["reached"] > 0 and line["cold"] is None
             assert line["timing"]["speed_low"] <= line["timing"]["speed"] <= line["timing"]["speed_high"]
-    assert len(found["summary"]) == 8
+    assert len(found["summary"]) == 10
 
 
 def test_matmul_in_words() -> None:
@@ -406,7 +408,7 @@ def test_a_model_for_a_machine() -> None:
     options = ("--input", "2x16", "--batch", 2, "--sparsity", 0.9, "--channels", 0.25, "--device", "cpu", "--json")
     found = json.loads(run("tests.test_bench:net", *options))
     assert found["what"]["channels"] == 0.25 and found["what"]["inputs"] == [[2, 16]]
-    assert {r["form"] for r in found["points"][0]["rows"]} == {"dense", "zeros", "CSR", "cut"}
+    assert {r["form"] for r in found["points"][0]["rows"]} == {"dense", "zeros", "CSR", "packed", "cut"}
     assert any("75% of the channels removed" in line for line in found["summary"])
 
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from sapwood.capture.isolation import copied
 from sapwood.capture.run import Inputs
 from sapwood.measurement.backends import capture
 from sapwood.measurement.clock import take_turns
+from sapwood.measurement.forms import by_product, to_csr
+from sapwood.measurement.model_forms import FormLinear
 from sapwood.sparse import SparseLinear
 from sapwood.sparse.linear import packable, with_layers
 from sapwood.sparse.operator import most_of, unready
@@ -48,17 +51,26 @@ def pack_two_of_four(model: nn.Module, inputs: Inputs) -> Packing | None:
         and module.weight.dtype in (torch.float16, torch.bfloat16)
         and is_two_of_four(module.weight)
     ]
-    return _pack(model, inputs, names, _two_of_four, "2:4 zeros")
+    return _pack(model, inputs, names, {"2:4": _two_of_four}, "2:4 zeros")
 
 
 def pack_zeros(model: nn.Module, inputs: Inputs) -> Packing | None:
-    """The same for zeros anywhere, by kernels that read the other weights only."""
-    names = [
-        name
-        for name, layer in packable(model)
-        if layer.weight.device.type in ("cpu", "cuda") and not unready(layer.weight.device, layer.weight.dtype)
-    ]
-    return _pack(model, inputs, names, lambda layer: SparseLinear.of(layer, most_of(layer.weight.device)), "zeros")
+    """The same for zeros anywhere, by kernels that read the other weights only; on a CPU also by MKL's CSR."""
+    layers = {n: m for n, m in packable(model) if m.weight.device.type in ("cpu", "cuda")}
+    kinds = {(m.weight.device, m.weight.dtype) for m in layers.values()}
+    ways: dict[str, Convert] = {}
+    if not any(unready(*kind) for kind in kinds):
+        ways["packed"] = lambda layer: SparseLinear.of(layer, most_of(layer.weight.device))
+    if all(device.type == "cpu" and dtype is torch.float32 for device, dtype in kinds):
+        ways["CSR"] = _csr
+    return _pack(model, inputs, list(layers), ways, "zeros")
+
+
+def _csr(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at the first sparse tensor that they are new
+        weight = to_csr(layer.weight.detach())
+    return FormLinear(weight, None if layer.bias is None else layer.bias.detach().clone(), by_product)
 
 
 def _two_of_four(layer: nn.Linear) -> nn.Module:
@@ -70,12 +82,15 @@ def _two_of_four(layer: nn.Linear) -> nn.Module:
     return made
 
 
-def _pack(model: nn.Module, inputs: Inputs, names: Sequence[str], convert: Convert, what: str) -> Packing | None:
-    if not names:
+def _pack(
+    model: nn.Module, inputs: Inputs, names: Sequence[str], ways: Mapping[str, Convert], what: str
+) -> Packing | None:
+    if not names or not ways:
         return None
     given = _inputs_of(model, names, inputs)
-    known: dict[Any, bool] = {}
+    known: dict[Any, str] = {}
     made: dict[str, nn.Module] = {}
+    used: dict[str, int] = {}
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -84,12 +99,13 @@ def _pack(model: nn.Module, inputs: Inputs, names: Sequence[str], convert: Conve
         zeros = round(8 * int((layer.weight == 0).sum()) / max(1, layer.weight.numel()))
         key = (tuple(layer.weight.shape), tuple(given[name].shape), layer.bias is None, zeros)
         if key not in known:
-            known[key] = _pays(layer, convert, given[name])
-        if known[key]:
-            made[name] = convert(layer)
+            known[key] = _fastest(layer, ways, given[name])
+        if way := known[key]:
+            made[name], used[way] = ways[way](layer), used.get(way, 0) + 1
     if not made:
         return None
-    return with_layers(model, made).eval(), (f"{len(made)} of {len(names)} layers with {what} packed",)
+    told = ", ".join(f"{count} as {way}" for way, count in used.items())
+    return with_layers(model, made).eval(), (f"{len(made)} of {len(names)} layers with {what}: {told}",)
 
 
 def _inputs_of(model: nn.Module, names: Sequence[str], inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -112,22 +128,33 @@ def _inputs_of(model: nn.Module, names: Sequence[str], inputs: Inputs) -> dict[s
     return found
 
 
-def _pays(layer: nn.Linear, convert: Convert, x: torch.Tensor) -> bool:
-    """Whether the layer is faster packed; weights lie in several places, as those of a whole model do."""
+def _fastest(layer: nn.Linear, ways: Mapping[str, Convert], x: torch.Tensor) -> str:
+    """The way that is faster than dense, or none; weights lie in several places, as those of a whole model do."""
     weight = layer.weight.detach()
     copies = max(1, min(COPIES, CACHE // max(1, weight.nbytes)))
-    try:
-        plain = [weight.clone() for _ in range(copies)]
-        packed = [convert(layer) for _ in range(copies)]
-        dense = _ready(lambda a: [F.linear(a, w, layer.bias) for w in plain][-1], x)
-        sparse = _ready(lambda a: [p(a) for p in packed][-1], x)
-        if not relative_error(dense(), sparse()) <= TOO_FAR:
-            return False
-    except Exception:  # a shape or device that the kernels refuse
-        return False
+    plain = [weight.clone() for _ in range(copies)]
+    calls = {"": _ready(lambda a: [F.linear(a, w, layer.bias) for w in plain][-1], x)}
+    wanted = calls[""]()
+    for way, convert in ways.items():
+        try:
+            packed = [convert(layer) for _ in range(copies)]
+            call = _ready(_in_turn(packed), x)
+            if relative_error(wanted, call()) <= TOO_FAR:
+                calls[way] = call
+        except Exception:  # a shape or device that the kernels refuse
+            continue
     with torch.no_grad():
-        times = take_turns({"dense": dense, "packed": sparse}, seconds=0.1, least=7, device=x.device)
-    return times["packed"].speed_low > PAYS
+        times = take_turns(calls, seconds=0.1, least=7, device=x.device)
+    best = max(times, key=lambda way: times[way].speed)
+    return best if times[best].speed_low > PAYS else ""
+
+
+def _in_turn(layers: Sequence[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def all_of_them(x: torch.Tensor) -> torch.Tensor:
+        made: list[torch.Tensor] = [layer(x) for layer in layers]
+        return made[-1]
+
+    return all_of_them
 
 
 def _ready(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -15,6 +15,8 @@ from sapwood.sparse.format import CHUNK, Packed, tiles_of
 MOST = 16
 """Rows of x that the kernel takes at once."""
 KINDS = (torch.float32, torch.bfloat16)
+SMALL = 1 << 17
+"""Products that one core does in less time than it takes to wake another."""
 
 
 @functools.cache
@@ -50,7 +52,8 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     half = packed.values.dtype is torch.bfloat16
     values = packed.values.view(torch.int16).numpy().view(np.uint16) if half else packed.values.numpy()
     out = np.empty((rows, batch), np.float32)
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    many = packed.values.numel() * batch >= SMALL
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if many else 1)
     kernel = kernels.single if batch == 1 else kernels.several
     kernel(values, packed.places.numpy(), packed.starts.numpy(), wide.numpy(), out, tiles_of(columns))
     made = torch.from_numpy(out)[:, : len(x)].t()
