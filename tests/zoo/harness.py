@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import sapwood as sw
-from sapwood.capture.run import as_call, tensors_in
+from sapwood.capture.run import as_call, results_in
 
 LIMIT = 1e-4
 
@@ -117,8 +117,8 @@ def _fill_row(row: Row, model: nn.Module, inputs: Any, count_flops: bool) -> Non
     row.body_left = _body(done.model, trace) / max(_body(model, trace), 1)
     if list(model.state_dict()) != list(done.model.state_dict()):
         row.problem = "state_dict names changed"
-    wanted = [tuple(t.shape) for t in tensors_in(_run(model, inputs))]
-    if wanted != [tuple(t.shape) for t in tensors_in(_run(done.model, inputs))]:
+    wanted = [tuple(t.shape) for t in results_in(model, _run(model, inputs))]
+    if wanted != [tuple(t.shape) for t in results_in(model, _run(done.model, inputs))]:
         row.problem = "output shapes changed"
     if count_flops:
         row.gflops_before = flops_of(model, inputs)

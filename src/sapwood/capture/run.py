@@ -53,6 +53,18 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, depth + 1)
 
 
+def results_in(model: nn.Module, value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an output.
+
+    Objects that the model also takes as an argument of the same name are state that it hands back to itself (caches of
+    keys and values): their sizes are its own affair.
+    """
+    if isinstance(value, dict):
+        taken = inspect.signature(type(model).forward).parameters
+        value = [v for k, v in value.items() if k not in taken or isinstance(v, (torch.Tensor, tuple, list, dict))]
+    yield from tensors_in(value)
+
+
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
@@ -114,7 +126,7 @@ def _attempt(model: nn.Module, inputs: Inputs, tags: bool) -> Tracker:
     if tags:
         tag_attributes(model, tracker)
     result = forward(model.eval(), copied(inputs), tracker)
-    tracker.outputs = [tuple(t.shape) for t in tensors_in(result)]
+    tracker.outputs = [tuple(t.shape) for t in results_in(model, result)]
     if not tracker.outputs:
         got = type(result).__name__
         raise explain("outputs that contain tensors", got, "Return the tensors to compare.", "the model's output")
@@ -142,7 +154,7 @@ def forward(model: nn.Module, inputs: Inputs, tracker: Tracker) -> Any:
             f"{type(error).__name__}: {error} for inputs of shapes {shapes}. "
             "Check that model(*example_inputs) runs by itself."
         ) from error
-    for tensor in tensors_in(result):
+    for tensor in results_in(model, result):
         tracker.use(tensor)
         for ids in tracker.ids(tensor):
             tracker.pin(ids, "it is part of the model's output", "output")

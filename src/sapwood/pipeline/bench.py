@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sapwood.capture.run import Inputs, as_call, tensors_in
+from sapwood.capture.run import Inputs, as_call, results_in, tensors_in
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import mask
 from sapwood.measurement.backends import BACKENDS
@@ -275,7 +275,7 @@ class _ModelForms:
 def _output(model: nn.Module, inputs: Inputs) -> Callable[[], list[torch.Tensor]]:
     def expected() -> list[torch.Tensor]:
         with torch.no_grad():
-            return list(tensors_in(model(*inputs[0], **inputs[1])))
+            return list(results_in(model, model(*inputs[0], **inputs[1])))
 
     return expected
 

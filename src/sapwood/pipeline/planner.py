@@ -12,7 +12,7 @@ from torch import nn
 from sapwood.capture.fakes import fake_inputs, in_fake_mode
 from sapwood.capture.isolation import copied
 from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, tensors_in
+from sapwood.capture.run import Inputs, results_in
 from sapwood.capture.skeleton import named_tensors
 from sapwood.capture.trace import trace as make_trace
 from sapwood.errors import SapwoodError
@@ -118,7 +118,7 @@ class Planner:
         except Exception as error:
             when = " in training mode" if train else ""
             return f"the cut model's forward raised {type(error).__name__}{when}: {error}"
-        shapes = [tuple(t.shape) for t in tensors_in(outputs)]
+        shapes = [tuple(t.shape) for t in results_in(small, outputs)]
         if not train and shapes != self.trace.outputs:
             return f"outputs changed from {self.trace.outputs} to {shapes}"
         return ""

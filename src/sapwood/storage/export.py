@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sapwood.capture.run import Inputs, as_call, tensors_in
+from sapwood.capture.run import Inputs, as_call, results_in, tensors_in
 from sapwood.capture.skeleton import unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.storage.atomic import replacing
@@ -198,7 +198,7 @@ def _run_onnx(path: Path, inputs: Inputs) -> list[torch.Tensor]:
 
 def _run(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     with torch.no_grad(), full_precision():
-        return list(tensors_in(model(*inputs[0], **inputs[1])))
+        return list(results_in(model, model(*inputs[0], **inputs[1])))
 
 
 def _compare(wanted: list[torch.Tensor], got: list[torch.Tensor], what: str) -> float:

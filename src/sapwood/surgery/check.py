@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
 from sapwood.capture.isolation import copied, reseed, undisturbed
 from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, as_call, is_meta, tensors_in
+from sapwood.capture.run import Inputs, as_call, is_meta, results_in
 from sapwood.capture.skeleton import rebuild, require_plain
 from sapwood.errors import SapwoodError
 from sapwood.surgery.cut import cut
@@ -65,7 +65,7 @@ def _compare(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs) -> 
             return _failed(f"the cut model's forward raised {type(raised).__name__}: {raised}"), True
         reseed()
         args, kwargs = inputs
-        wanted = list(tensors_in(masked_reference(model, plan)(*args, **kwargs)))
+        wanted = list(results_in(model, masked_reference(model, plan)(*args, **kwargs)))
         problem = _differs(wanted, got)
         if problem:
             return _failed(problem), True
@@ -89,7 +89,7 @@ def run(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     args, kwargs = copied(inputs)
     reseed()
     with torch.no_grad(), plain_paths():
-        return list(tensors_in(own(*args, **kwargs)))
+        return list(results_in(own, own(*args, **kwargs)))
 
 
 def relative_error(wanted: torch.Tensor, got: torch.Tensor) -> float:
@@ -164,7 +164,7 @@ def _check_shapes(mode: FakeTensorMode, model: nn.Module, small: nn.Module, plan
     outputs = []
     with torch.no_grad(), plain_paths():
         for module in (model, small):
-            outputs.append(list(tensors_in(fake_model(mode, module).eval()(*args, **kwargs))))
+            outputs.append(list(results_in(module, fake_model(mode, module).eval()(*args, **kwargs))))
     problem = _differs(*outputs)
     if problem:
         return _failed(problem)
