@@ -127,6 +127,7 @@ def _zeroed(tensor: torch.Tensor, dim: int, kept: torch.Tensor | None) -> torch.
 
 
 @_reads("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::mv", "aten::dot", "aten::vdot", "aten::linear")
+@_reads("aten::_grouped_mm")
 def _contraction(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
     left = next(n for n in ("mat1", "batch1", "input", "self") if n in bound)
     bound[left] = _zeroed(bound[left], -1, survivors(bound[left], -1))
@@ -195,6 +196,24 @@ def _layer_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
             shape[dim] = x.shape[dim]
             whole = whole.new_zeros(shape).index_copy(dim, positions, whole)
     return (whole, *outputs[1:]) if isinstance(outputs, tuple) else whole
+
+
+@_reads("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_functional")
+@_reads("aten::_batch_norm_no_update", "aten::_batch_norm_with_update", "aten::cudnn_batch_norm")
+def _batch_norm(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
+    """Statistics of the batch at hand: also taken over weights, to standardise them."""
+    x = bound["input"]
+    kept = {d: positions for d in range(2, x.dim()) if (positions := survivors(x, d)) is not None}
+    if not kept or not bound.get("training", True):
+        return _call(op, bound)
+    for dim, positions in kept.items():
+        bound["input"] = bound["input"].index_select(dim, positions)
+    whole, *rest = _call(op, bound)
+    for dim, positions in kept.items():
+        shape = list(whole.shape)
+        shape[dim] = x.shape[dim]
+        whole = whole.new_zeros(shape).index_copy(dim, positions, whole)
+    return whole, *rest
 
 
 @_reads("aten::native_group_norm")

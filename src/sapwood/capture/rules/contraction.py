@@ -75,6 +75,23 @@ def linear(call: Call) -> None:
     produced(tracker, out, -1, [(weight, 0)] + ([(bias, 0)] if bias is not None else []))
 
 
+@rule("aten::_grouped_mm")
+def grouped_product(call: Call) -> None:
+    """Rows, sorted by the expert that each goes to, times that expert's matrix."""
+    tracker, x, weight, out = call.tracker, call["self"], call["mat2"], call.out
+    ids, held = tracker.ids(x), tracker.ids(weight)
+    if x.dim() != 2 or weight.dim() != 3 or call["bias"] is not None:
+        for axis in (*ids, *held):
+            tracker.pin(axis, "this form of a grouped product has no rule")
+        return
+    tracker.pin(held[0], "rows are sent to these by number")
+    inner = tracker.link(ids[1], held[1], call.name)
+    tracker.assign(out, [ids[0], held[2]])
+    tracker.count_work(2, (ids[0], x.shape[0]), (inner, x.shape[1]), (held[2], weight.shape[2]))
+    tracker.mark_contraction(held[2], held[1])
+    produced(tracker, out, -1, [(weight, 2)])
+
+
 @rule("aten::mv")
 def matrix_vector(call: Call) -> None:
     tracker = call.tracker

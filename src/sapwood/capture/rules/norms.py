@@ -36,6 +36,9 @@ def batch_norm(call: Call) -> None:
     ids = tracker.ids(call["input"])
     names = ("weight", "bias", "running_mean", "running_var")
     _affine(tracker, ids[1], [call.args.get(n) for n in names], call.name)
+    if call.args.get("training", True) and "no_training" not in call.name:
+        for axis in ids[2:]:  # standardised weights: their inputs lie along these
+            tracker.mark_inexact(axis, OVER)
     tracker.assign(call.out, ids)
 
 
