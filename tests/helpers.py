@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.capture.run import as_call, tensors_in
+from sapwood.capture.run import as_call, results_in
 from tests.nets import CASES
 from tests.zoo.harness import randomise
 
@@ -27,7 +27,7 @@ def halve(model: nn.Module, inputs: Any, **options: Any) -> sw.Pruned:
 def outputs(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
     args, kwargs = as_call(inputs)
     with torch.no_grad():
-        return list(tensors_in(model.eval()(*args, **kwargs)))
+        return list(results_in(model, model.eval()(*args, **kwargs)))
 
 
 def size(model: nn.Module) -> int:

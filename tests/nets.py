@@ -811,3 +811,60 @@ class shared_memory(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.cat([self.a(x), self.b(x.flip(2))], 1))
+
+
+@case(image())
+class weights_standardised_by_batch_norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 8), conv(8, 12), Pool(12)
+        self.gain = nn.Parameter(torch.rand(12) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.b.weight.reshape(1, self.b.out_channels, -1)
+        w = F.batch_norm(flat, None, None, weight=self.gain, training=True, momentum=0.0, eps=1e-6)
+        return self.head(F.conv2d(self.a(x), w.reshape_as(self.b.weight), self.b.bias, padding=1))
+
+
+@case(lambda: torch.randn(6, 16))
+class experts_by_grouped_product(nn.Module):
+    """Rows are sorted by the expert that they go to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.up, self.down = nn.Parameter(torch.randn(3, 64, 32)), nn.Parameter(torch.randn(3, 32, 64))
+        self.gate = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        chosen, order = self.gate(x).argmax(-1).sort()
+        ends = torch.histc(chosen.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
+        h = F.relu(torch._grouped_mm(x[order], self.up.transpose(1, 2), offs=ends))
+        h = torch._grouped_mm(h, self.down.transpose(1, 2), offs=ends)
+        return self.head(torch.zeros_like(h).index_add(0, order, h))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+@case(lambda: torch.randn(2, 5, 16))
+class hands_back_its_cache(nn.Module):
+    """Keys are kept for the next call: no output, so heads may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim = 4, 8
+        self.embed, self.qk = nn.Linear(16, 32), nn.Linear(32, 64)
+        self.v, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> dict[str, Any]:
+        cache = cache or Cache()
+        x = self.embed(x)
+        shape = (*x.shape[:2], self.heads, self.head_dim)
+        q, k = (t.view(shape).transpose(1, 2) for t in self.qk(x).chunk(2, -1))
+        cache.keys.append(k)
+        mixed = (q @ k.transpose(-1, -2) / 3).softmax(-1) @ self.v(x).view(shape).transpose(1, 2)
+        return {"logits": self.head(mixed.transpose(1, 2).flatten(2)), "cache": cache}

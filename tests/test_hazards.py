@@ -24,6 +24,7 @@ APPROXIMATE = {
     "layer_norm",
     "rms_norm_by_hand",
     "weight_standardisation",
+    "weights_standardised_by_batch_norm",
     "transformer_from_projection",
     "transformer_decoder",
     "cross_attention_widths",

@@ -1,5 +1,6 @@
 """Sapwood prunes PyTorch models and proves what was gained."""
 
+from sapwood.capture.registry import rule
 from sapwood.capture.trace import Trace, trace
 from sapwood.errors import SapwoodError
 from sapwood.masking import hold, mask, mask_, sparsity
@@ -44,6 +45,7 @@ __all__ = [
     "prune",
     "prune_and_recover",
     "recover",
+    "rule",
     "save",
     "sparsity",
     "trace",

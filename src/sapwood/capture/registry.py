@@ -6,7 +6,7 @@ a function of a ``Call`` and is looked up by the operator's schema name, without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +18,8 @@ from sapwood.errors import SapwoodError
 
 Rule = Callable[["Call"], None]
 RULES: dict[str, Rule] = {}
+SUMS: dict[str, tuple[tuple[str, int], ...]] = {}
+"""Operators that sum over axes of these arguments; in the reference, removed channels are zero there."""
 
 
 @dataclass
@@ -57,17 +59,28 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors(value)
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operators such as ``"aten::permute"``. Registering twice is refused."""
+def rule(*names: str, sums: Sequence[tuple[str, int]] = ()) -> Callable[[Rule], Rule]:
+    """Register a rule for operators such as ``"mylib::wiggle"``. Registering twice is refused.
+
+    ``sums`` names the arguments, and for each the dimension, that the operator sums over: removed channels count as
+    zeros there when a cut is checked.
+    """
 
     def register(function: Rule) -> Rule:
         for name in names:
+            if "::" not in name and name != "pointwise":
+                raise SapwoodError(
+                    f'@rule({name!r}): expected a name such as "mylib::wiggle"; got none of a library. '
+                    "Take it from torch.ops.mylib.wiggle.default._schema.name."
+                )
             if name in RULES:
                 raise SapwoodError(
                     f"expected one rule per operator; got a second one for {name}. "
                     f"Remove one of the two @rule({name!r})."
                 )
             RULES[name] = function
+            if sums:
+                SUMS[name] = tuple(sums)
         find_rule.cache_clear()
         return function
 
@@ -142,7 +155,7 @@ def _follow(call: Call, inputs: list[torch.Tensor]) -> None:
         for out in tensors([outputs]):
             tracker.constant[out] = True
     function = find_rule(op)
-    reason = f"the operator {op._schema.name} has no rule"
+    reason = f"the operator {op._schema.name} has no rule; one can be added with @sapwood.rule"
     if function is not None:
         try:
             function(call)

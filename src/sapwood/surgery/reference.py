@@ -16,7 +16,7 @@ from torch import nn
 from sapwood.capture.classes import find_classes
 from sapwood.capture.isolation import copied, undisturbed
 from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
-from sapwood.capture.registry import apply_rule, bind, short_name
+from sapwood.capture.registry import SUMS, apply_rule, bind, short_name
 from sapwood.capture.run import watch
 from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
 from sapwood.capture.tagging import tag_attributes
@@ -91,8 +91,13 @@ class _LeaveOut(WatchOperators):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        change = _READERS.get(short_name(func))
-        if change is None:
+        change, sums = _READERS.get(short_name(func)), SUMS.get(short_name(func), ())
+        if sums:
+            bound = bind(func, args, kwargs)
+            for name, dim in sums:
+                bound[name] = _zeroed(bound[name], dim, self.survivors(bound[name], dim))
+            out = _call(func, bound)
+        elif change is None:
             out = func(*args, **kwargs)
         else:
             out = change(func, bind(func, args, kwargs), self.survivors)
