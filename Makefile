@@ -7,8 +7,8 @@ BIN := .venv/bin
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# torchvision pins a torch of its own; only its model code is used, by the tests
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchvision
+	@# torchvision pins a torch of its own; only its and timm's model code is used, by the tests
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchvision timm
 	@touch $@
 
 lint: .venv/.installed
@@ -23,7 +23,7 @@ demo: .venv/.installed
 	$(BIN)/python -m sapwood.cli.main demo
 
 zoo: .venv/.installed
-	$(BIN)/python -m benchmarks.zoo
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Halve the channels of every model of the zoo and write benchmarks/results/zoo.csv.
 
-python -m benchmarks.zoo [--section torchvision|timm|transformers] [--only TEXT] [--out FILE] [--device cpu|cuda] [--jobs 2]
+python -m benchmarks.zoo [--section torchvision|timm|transformers] [--only TEXT] [--out FILE]
+                         [--device cpu|cuda] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def summary(rows: list[Row]) -> str:
     little = sum(r.body_left > 1 - LEAST_LOST for r in rows)
     return (
         f"{len(good)} of {len(rows)} models cut and checked, largest error {max(r.max_error for r in rows):.1e}; "
-        f"median of parameters left outside embeddings and classifier {median:.1%}; {little} models lost less than 30%; "
+        f"median of parameters left outside embeddings and classifier {median:.1%}; {little} lost less than 30%; "
         f"median seconds to trace {statistics.median(r.seconds_trace for r in rows):.2f}"
     )
 

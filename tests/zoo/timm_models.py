@@ -158,3 +158,26 @@ def build(name: str, options: dict[str, Any]) -> nn.Module:
 
     made: nn.Module = timm.create_model(name, **options).eval()
     return made
+
+
+QUICK = (
+    "timm/cait_xxs24_224",
+    "timm/coatnet_pico_rw_224",
+    "timm/crossvit_tiny_240",
+    "timm/eca_halonext26ts",
+    "timm/edgenext_xx_small",
+    "timm/efficientformerv2_s0",
+    "timm/fasternet_t0",
+    "timm/gmixer_24_224",
+    "timm/lambda_resnet26t",
+    "timm/levit_128s",
+    "timm/mambaout_femto",
+    "timm/mobilevitv2_050",
+    "timm/nf_resnet26",
+    "timm/pit_ti_224",
+    "timm/resmlp_12_224",
+    "timm/skresnet18",
+    "timm/tnt_s_legacy_patch16_224",
+    "timm/vit_tiny_patch16_224",
+    "timm/xcit_nano_12_p8_224",
+)

@@ -326,3 +326,34 @@ def build(name: str, config: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     made: nn.Module = kind(kind.config_class(**config)).eval()
     return made
+
+
+QUICK = tuple(
+    f"transformers/{name}"
+    for name in (
+        "BertForSequenceClassification",
+        "DebertaV2ForSequenceClassification",
+        "MobileBertForSequenceClassification",
+        "ModernBertForSequenceClassification",
+        "GPT2LMHeadModel",
+        "GPTNeoXForCausalLM",
+        "BloomForCausalLM",
+        "OPTForCausalLM",
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "FalconForCausalLM",
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+        "T5ForConditionalGeneration",
+        "BartForConditionalGeneration",
+        "ViTForImageClassification",
+        "SwinForImageClassification",
+        "SegformerForImageClassification",
+        "Wav2Vec2ForCTC",
+        "WhisperForConditionalGeneration",
+        "CLIPModel",
+    )
+)
