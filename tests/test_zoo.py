@@ -9,7 +9,6 @@ import statistics
 import pytest
 
 import sapwood as sw
-
 from tests.zoo import SECTIONS, entry
 from tests.zoo.harness import Row, randomise, run_entry
 
