@@ -412,3 +412,16 @@ def test_two_of_four_is_recognised() -> None:
     assert is_two_of_four(torch.tensor([[1.0, 0, 2, 0, 0, 0, 0, 3]]))
     assert not is_two_of_four(torch.tensor([[1.0, 1, 2, 0]]))
     assert not is_two_of_four(torch.ones(2, 6)) and not is_two_of_four(torch.ones(4))
+
+
+def test_flops_of_a_model_that_hands_a_parameter_to_a_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.inner = nn.Parameter(torch.randn(1, 8)), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(self.token.expand(len(x), -1)) + x
+            return out
+
+    assert count(Net(), torch.randn(2, 4))["macs"] == 8 * 4

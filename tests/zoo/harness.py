@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 import sapwood as sw
 from sapwood.capture.run import as_call, results_in
+from sapwood.measurement.counts import flop_counter
 
 LIMIT = 1e-4
 
@@ -73,7 +73,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 def flops_of(model: nn.Module, inputs: Any) -> float:
     """Giga floating-point operations (2 x MACs) of one forward, by torch's own counter."""
     args, kwargs = as_call(inputs)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with flop_counter() as counter, torch.no_grad():
         model.eval()(*args, **kwargs)
     return counter.get_total_flops() / 1e9
 

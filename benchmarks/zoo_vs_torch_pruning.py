@@ -1,0 +1,414 @@
+"""Halve the channels of every model of the zoo with sapwood and with Torch-Pruning; write what came of each.
+
+    python -m benchmarks.zoo_vs_torch_pruning [--section torchvision|timm|transformers] [--only TEXT] [--out FILE]
+                                              [--limit SECONDS] [--threads N]
+
+Needs ``pip install torch-pruning``. Each model is built, cut and run in a process of its own, once per tool, so that
+a hang or a crash costs one line. Both tools get the same weights, the same inputs, L1 scores and one ratio for every
+layer. The clock covers the call that cuts: for sapwood it includes the check against a masked copy, which
+Torch-Pruning does not have; Torch-Pruning cuts in place, sapwood cuts a copy.
+
+Torch-Pruning is told what its own examples tell it by hand: every parameter takes part in the graph, which layers
+make the outputs, how many heads attention has, which results to follow. What its examples mend by hand after the cut
+(sizes that attention keeps as plain numbers) is mended here as well, outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import datetime
+import importlib
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+import sapwood as sw
+from sapwood.capture.run import as_call, results_in
+from tests.zoo.harness import randomise
+from tests.zoo.torchvision_models import Entry, import_torchvision
+
+SECTIONS = ("torchvision", "timm", "transformers")
+LAYERS = (nn.Linear, _ConvNd)
+QUERIES = {"qkv": 3, "qkv_proj": 3, "query": 1, "q_proj": 1}
+"""The layer that makes the queries of an attention, by name, and how many of q, k and v it makes."""
+KEYS = ("key", "value", "k_proj", "v_proj")
+Shapes = list[tuple[int, ...]]
+
+
+@dataclass
+class Side:
+    """What one tool made of one model."""
+
+    status: str = "raised"
+    """runs, does not run (the cut model raises), raised (the tool did), timed out or crashed."""
+    shapes_kept: bool = False
+    check: str = "-"
+    """sapwood: exact, approximate or failed. Torch-Pruning has no check: "-", or NaN where outputs are not numbers."""
+    left: float = 1.0
+    """Fraction of the parameters left; above 1 where weights that were shared no longer are."""
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return self.status == "runs"
+
+    @property
+    def managed(self) -> bool:
+        """The cut model runs and its outputs have the shapes they had."""
+        return self.runs and self.shapes_kept
+
+    @property
+    def passed(self) -> bool:
+        return self.managed and self.check in ("exact", "approximate")
+
+    @property
+    def idle(self) -> bool:
+        """It gave back a model and removed nothing."""
+        return self.runs and self.left == 1.0
+
+
+@dataclass
+class Row:
+    """One line of the CSV file."""
+
+    section: str
+    model: str
+    params: int = 0
+    no_grad: int = 0
+    """Parameters (tensors) that do not require gradients in the model as built."""
+    ours: Side = field(default_factory=Side)
+    theirs: Side = field(default_factory=Side)
+
+    def as_dict(self) -> dict[str, Any]:
+        flat = {k: v for k, v in asdict(self).items() if not isinstance(v, dict)}
+        for who in ("ours", "theirs"):
+            flat |= {f"{who}_{k}": v for k, v in asdict(getattr(self, who)).items()}
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in flat.items()}
+
+
+# -- the two tools ----------------------------------------------------------------------------
+
+
+def ours(model: nn.Module, inputs: Any, side: Side) -> nn.Module:
+    start = time.perf_counter()
+    done = sw.prune(model, inputs, sw.Budget(channels=0.5), score="l1", allocate="uniform")
+    side.seconds = time.perf_counter() - start
+    side.check, side.note = done.check.status, f"max error {done.check.max_error:.0e}"
+    asked = {n: p.requires_grad for n, p in model.named_parameters()}
+    if asked != {n: p.requires_grad for n, p in done.model.named_parameters()}:
+        side.note += "; requires_grad changed"
+    return done.model
+
+
+def theirs(model: nn.Module, inputs: Any, side: Side) -> nn.Module:
+    import torch_pruning as tp
+
+    args, kwargs = as_call(inputs)
+    model.requires_grad_(True)  # it follows gradients; its examples do the same
+    settings, heads = head_settings(model), heads_of(model)
+    ends = output_layers(model, inputs)
+    start = time.perf_counter()
+    pruner = tp.pruner.MagnitudePruner(
+        model,
+        kwargs or list(args),
+        importance=tp.importance.MagnitudeImportance(p=1),
+        pruning_ratio=0.5,
+        ignored_layers=ends,
+        num_heads=heads,
+        output_transform=lambda out: [t for t in results_in(model, out) if t.grad_fn is not None],
+        **settings,
+    )
+    pruner.step()
+    side.seconds = time.perf_counter() - start
+    side.note = f"{len(ends)} layers ignored, {len(heads)} with heads"
+    mend(model, heads)
+    return model
+
+
+def output_layers(model: nn.Module, inputs: Any) -> list[nn.Module]:
+    """The layers whose channels are channels of an output, which must keep them.
+
+    Found by going back from each output, through whatever has no layer of its own, to the first layers on the way.
+    """
+    made: dict[Any, nn.Module] = {}
+
+    def remember(layer: nn.Module, _: Any, result: torch.Tensor) -> None:
+        made[result.grad_fn] = layer
+
+    hooks = [m.register_forward_hook(remember) for m in model.modules() if isinstance(m, LAYERS)]
+    args, kwargs = as_call(inputs)
+    ahead = [t.grad_fn for t in results_in(model, model.eval()(*args, **kwargs)) if t.grad_fn is not None]
+    for hook in hooks:
+        hook.remove()
+    seen, found = set(ahead), {}
+    while ahead:
+        node = ahead.pop()
+        if node in made:
+            found[made[node]] = True
+            continue
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        ahead.extend(new)
+    return list(found)
+
+
+def heads_of(model: nn.Module) -> dict[nn.Module, int]:
+    """How many heads each layer that makes queries, keys or values has, for Torch-Pruning's ``num_heads``."""
+    found: dict[nn.Module, int] = {}
+    for module in model.modules():
+        config = getattr(module, "config", getattr(model, "config", None))
+        number = next((n for n in _numbers(module, config) if isinstance(n, int)), None)
+        if isinstance(module, nn.MultiheadAttention):
+            found[module] = module.num_heads
+        elif number is not None:
+            fewer = getattr(config, "num_key_value_heads", None) or number
+            layers = {n: getattr(module, n, None) for n in (*QUERIES, *KEYS)}
+            found |= {m: fewer if n in KEYS else number for n, m in layers.items() if isinstance(m, LAYERS)}
+    return found
+
+
+def _numbers(module: nn.Module, config: Any) -> Iterable[Any]:
+    return (getattr(x, n, None) for x in (module, config) for n in ("num_heads", "num_attention_heads"))
+
+
+def head_settings(model: nn.Module) -> dict[str, Any]:
+    """Whole heads for models with fewer keys than queries, as in its example for language models: those turn the
+    queries by position, in pairs of channels that a narrower head would break."""
+    if getattr(getattr(model, "config", None), "num_key_value_heads", None) is None:
+        return {"out_channel_groups": {}}  # its default is one dict that all calls share
+    gates = {m.gate_up_proj: 2 for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Linear)}
+    return {
+        "prune_num_heads": True,
+        "prune_head_dims": False,
+        "head_pruning_ratio": 0.5,
+        "out_channel_groups": gates,
+    }
+
+
+def mend(model: nn.Module, heads: dict[nn.Module, int]) -> None:
+    """Set the sizes that are kept as plain numbers, as Torch-Pruning's examples do after a cut."""
+    for module in model.modules():
+        for name, parts in QUERIES.items():
+            layer = getattr(module, name, None)
+            if not isinstance(layer, LAYERS) or layer not in heads:
+                continue
+            width, number = layer.weight.shape[0] // parts, heads[layer]
+            sizes = dict.fromkeys(("num_heads", "num_attention_heads"), number)
+            sizes |= dict.fromkeys(("head_dim", "attention_head_size"), width // number)
+            sizes |= dict.fromkeys(("all_head_size", "attn_dim", "embed_dim", "hidden_size"), width)
+            sizes["num_key_value_groups"] = number // heads.get(getattr(module, "k_proj", layer), number)
+            for attribute, value in sizes.items():
+                if isinstance(getattr(module, attribute, None), int):
+                    setattr(module, attribute, value)
+    if isinstance(getattr(model, "conv_proj", None), nn.Conv2d) and hasattr(model, "hidden_dim"):
+        model.hidden_dim = model.conv_proj.out_channels  # torchvision's ViT
+    if isinstance(getattr(model, "lm_head", None), nn.Linear) and hasattr(model, "config"):
+        model.config.hidden_size = model.lm_head.in_features
+
+
+# -- one model in a process of its own ------------------------------------------------------
+
+
+def work(entry: Entry, tool: Callable[[nn.Module, Any, Side], nn.Module], threads: int, report: Connection) -> None:
+    """The child: build, say so, cut, run, and send what was seen."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    if tool is theirs and "timm" in sys.modules:
+        sys.modules["timm"].layers.set_fused_attn(False)  # as its example for timm has it
+    model, inputs = randomise(entry.build()).eval(), entry.inputs()
+    params = sum(p.numel() for p in model.parameters())
+    shapes, numbers = outputs(copy.deepcopy(model), inputs)
+    report.send((params, sum(not p.requires_grad for p in model.parameters())))
+    side = Side()
+    try:
+        small = tool(model, inputs, side)
+        side.status = "does not run"
+        side.left = sum(p.numel() for p in small.parameters()) / params
+        found, still = outputs(small.eval(), inputs)
+        side.status, side.shapes_kept = "runs", found == shapes
+        if numbers and not still:
+            side.check = "NaN"
+        if not side.shapes_kept:
+            side.note = f"{shapes} became {found}"[:200]
+    except Exception as error:  # a run of the zoo reports, it does not stop
+        side.note = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    report.send(side)
+
+
+def outputs(model: nn.Module, inputs: Any) -> tuple[Shapes, bool]:
+    """The shapes of the outputs, and whether all of them are numbers."""
+    args, kwargs = as_call(inputs)
+    with torch.no_grad():
+        found = list(results_in(model, model(*args, **kwargs)))
+    return [tuple(t.shape) for t in found], not any(t.isnan().any() for t in found)
+
+
+def attempt(entry: Entry, tool: Any, options: argparse.Namespace) -> tuple[Side, tuple[int, int]]:
+    """Run the child; the limit counts from when the model is built, which may take as long again."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=work, args=(entry, tool, options.threads, there))
+    child.start()
+    there.close()
+    about, side = (0, 0), Side("timed out", seconds=options.limit)
+    try:
+        if here.poll(options.limit):
+            about = here.recv()
+            side = here.recv() if here.poll(options.limit) else side
+    except EOFError:
+        side = Side("crashed")
+    child.kill()
+    child.join()
+    if side.status == "crashed":
+        side.note = f"exit code {child.exitcode}"
+    return side, about
+
+
+def warm_up() -> None:
+    """Pay once, before the children are made, for what either tool loads on its first call."""
+    torch.set_num_threads(1)  # threads do not survive in a child
+    for tool in (ours, theirs):
+        tool(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(2, 8), Side())
+
+
+# -- what to run, and what to say ---------------------------------------------------------------
+
+
+def entries(section: str, only: str) -> list[Entry]:
+    import_torchvision()
+    if section != "torchvision":
+        importlib.import_module(section)  # once, here, rather than in every child
+    found = importlib.import_module(f"tests.zoo.{section}_models").everything()
+    return [e for e in found if only in e.name]
+
+
+def write(path: Path, rows: list[Row], options: argparse.Namespace) -> None:
+    from importlib.metadata import version
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        file.write(
+            f"# {datetime.date.today().isoformat()}, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{options.threads} CPU threads, sapwood {sw.__version__}, Torch-Pruning {version('torch-pruning')}, "
+            f"limit {options.limit:g} s, python -m benchmarks.zoo_vs_torch_pruning\n"
+        )
+        table = csv.DictWriter(file, fieldnames=list(rows[0].as_dict()))
+        table.writeheader()
+        table.writerows(r.as_dict() for r in rows)
+
+
+def line(row: Row) -> str:
+    def told(side: Side) -> str:
+        shapes = "" if side.shapes_kept or not side.runs else ", shapes changed"
+        figures = f" {side.check}, {side.left:.0%} left, {side.seconds:.1f} s" if side.runs else f": {side.note[:100]}"
+        return f"{side.status}{shapes}{figures}"
+
+    return f"{row.model:48} ours {told(row.ours):38} theirs {told(row.theirs)}"
+
+
+def summaries(rows: list[Row]) -> list[Table]:
+    """Per section and in all, one table for each tool and one for the models that both manage."""
+    sections = [s for s in SECTIONS if any(r.section == s for r in rows)]
+    parts = {s: [r for r in rows if r.section == s] for s in sections} | {"all": rows}
+    made = [
+        ("sapwood", _table(parts, lambda rs: _ours([r.ours for r in rs]))),
+        ("Torch-Pruning", _table(parts, lambda rs: _theirs([r.theirs for r in rs]))),
+        ("models that both manage (run, shapes kept)", _table(parts, _both)),
+    ]
+    for title, table in made:
+        table.title, table.title_justify = title, "left"
+    return [table for _, table in made]
+
+
+def _ours(sides: list[Side]) -> dict[str, str]:
+    told = _counts(sides, ("does not run", "timed out", "raised", "crashed"))
+    told["check passed"] = str(sum(s.passed for s in sides))
+    return told | _medians([s for s in sides if s.managed])
+
+
+def _theirs(sides: list[Side]) -> dict[str, str]:
+    told = _counts(sides, ("does not run", "timed out", "raised", "crashed"))
+    told["NaN"] = str(sum(s.check == "NaN" for s in sides))
+    return told | _medians([s for s in sides if s.managed])
+
+
+def _counts(sides: list[Side], failures: tuple[str, ...]) -> dict[str, str]:
+    told = {"models": len(sides), "runs": sum(s.runs for s in sides), "shapes kept": sum(s.managed for s in sides)}
+    told |= {f: sum(s.status == f for s in sides) for f in failures}
+    told["removed nothing"] = sum(s.idle for s in sides)
+    return {k: str(v) for k, v in told.items()}
+
+
+def _medians(sides: list[Side], who: str = "") -> dict[str, str]:
+    left, seconds = [s.left for s in sides], [s.seconds for s in sides]
+    return {
+        f"{who}params left, median": f"{statistics.median(left):.1%}" if left else "-",
+        f"{who}seconds, median": f"{statistics.median(seconds):.2f}" if seconds else "-",
+    }
+
+
+def _both(rows: list[Row]) -> dict[str, str]:
+    common = [r for r in rows if r.ours.managed and r.theirs.managed]
+    told = {"models": str(len(common))}
+    return told | _medians([r.ours for r in common], "ours: ") | _medians([r.theirs for r in common], "theirs: ")
+
+
+def _table(parts: dict[str, list[Row]], tell: Callable[[list[Row]], dict[str, str]]) -> Table:
+    table = Table("section")
+    told = {name: tell(rows) for name, rows in parts.items()}
+    for column in told["all"]:
+        table.add_column(column, justify="right")
+    for name, values in told.items():
+        table.add_row(name, *values.values())
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", choices=SECTIONS, help="run this section only")
+    parser.add_argument("--only", default="", help="run the models whose name contains this")
+    parser.add_argument("--out", default="benchmarks/results/zoo_vs_torch_pruning.csv")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a tool has for a model")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    console, rows = Console(width=200, highlight=False), []
+    warm_up()
+    for section in [options.section] if options.section else SECTIONS:
+        for entry in entries(section, options.only):
+            row = Row(section, entry.name)
+            row.ours, (row.params, row.no_grad) = attempt(entry, ours, options)
+            row.theirs, _ = attempt(entry, theirs, options)
+            rows.append(row)
+            console.print(line(row), soft_wrap=True, markup=False)
+            write(Path(options.out), rows, options)  # after each, so that a run that is stopped leaves what it had
+    if not rows:
+        console.print("no model has such a name")
+        return 1
+    for table in summaries(rows):
+        console.print(table)
+    console.print(f"{sum(r.no_grad > 0 for r in rows)} models have parameters that do not require gradients")
+    return 0 if all(r.ours.passed for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
