@@ -123,7 +123,9 @@ class Bench:
             heads = [m for m in own.modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
             settings: dict[str, Any] = {}
             if name == "vit_b_16":
-                settings["num_heads"] = {m: m.num_heads for m in own.modules() if isinstance(m, nn.MultiheadAttention)}
+                # as its own example has it: given as heads, the width of the model would stay whole
+                heads_of = {m: m.num_heads for m in own.modules() if isinstance(m, nn.MultiheadAttention)}
+                settings["out_channel_groups"] = heads_of
                 settings["unwrapped_parameters"] = [(own.class_token, 2), (own.encoder.pos_embedding, 2)]
             pruner = tp.pruner.MagnitudePruner(
                 own,

@@ -123,7 +123,7 @@ def theirs(model: nn.Module, inputs: Any, side: Side) -> nn.Module:
 
     args, kwargs = as_call(inputs)
     model.requires_grad_(True)  # it follows gradients; its examples do the same
-    settings, heads = head_settings(model), heads_of(model)
+    settings, heads = more_settings(model), heads_of(model)
     ends = output_layers(model, inputs)
     start = time.perf_counter()
     pruner = tp.pruner.MagnitudePruner(
@@ -176,9 +176,7 @@ def heads_of(model: nn.Module) -> dict[nn.Module, int]:
     for module in model.modules():
         config = getattr(module, "config", getattr(model, "config", None))
         number = next((n for n in _numbers(module, config) if isinstance(n, int)), None)
-        if isinstance(module, nn.MultiheadAttention):
-            found[module] = module.num_heads
-        elif number is not None:
+        if number is not None and not isinstance(module, nn.MultiheadAttention):
             fewer = getattr(config, "num_key_value_heads", None) or number
             layers = {n: getattr(module, n, None) for n in (*QUERIES, *KEYS)}
             found |= {m: fewer if n in KEYS else number for n, m in layers.items() if isinstance(m, LAYERS)}
@@ -189,18 +187,19 @@ def _numbers(module: nn.Module, config: Any) -> Iterable[Any]:
     return (getattr(x, n, None) for x in (module, config) for n in ("num_heads", "num_attention_heads"))
 
 
-def head_settings(model: nn.Module) -> dict[str, Any]:
-    """Whole heads for models with fewer keys than queries, as in its example for language models: those turn the
-    queries by position, in pairs of channels that a narrower head would break."""
-    if getattr(getattr(model, "config", None), "num_key_value_heads", None) is None:
-        return {"out_channel_groups": {}}  # its default is one dict that all calls share
-    gates = {m.gate_up_proj: 2 for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Linear)}
-    return {
-        "prune_num_heads": True,
-        "prune_head_dims": False,
-        "head_pruning_ratio": 0.5,
-        "out_channel_groups": gates,
-    }
+def more_settings(model: nn.Module) -> dict[str, Any]:
+    """What its examples for torchvision and for language models give besides ``num_heads``.
+
+    torch's own attention counts as a layer with groups: given as heads, the width of the model would stay whole.
+    Whole heads where attention turns the queries by position, in pairs of channels that a narrower head would break.
+    """
+    groups = {m: m.num_heads for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    groups |= {m.gate_up_proj: 2 for m in model.modules() if isinstance(getattr(m, "gate_up_proj", None), nn.Linear)}
+    found: dict[str, Any] = {"out_channel_groups": groups}  # always given: its default is one dict for all calls
+    turned = any("rotary" in type(m).__name__.lower() for m in model.modules())
+    if turned or getattr(getattr(model, "config", None), "num_key_value_heads", None) is not None:
+        found |= {"prune_num_heads": True, "prune_head_dims": False, "head_pruning_ratio": 0.5}
+    return found
 
 
 def mend(model: nn.Module, heads: dict[nn.Module, int]) -> None:
