@@ -74,7 +74,7 @@ def test_costs_agree_with_torch(name: str) -> None:
     with FlopCounterMode(display=False) as counter, plain_paths():
         outputs(model, inputs)
     ours, theirs = trace.flops, counter.get_total_flops()
-    if "spectral" not in name:  # torch counts no matrix-vector products
+    if "spectral" not in name and "grouped_product" not in name:  # torch counts neither these nor products with vectors
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 

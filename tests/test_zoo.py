@@ -15,8 +15,12 @@ from tests.zoo.harness import Row, randomise, run_entry
 ROWS: dict[tuple[str, str], Row] = {}
 
 
+LONG = ("video/mvit_v2_s", "maxvit_t", "swin_v2_t", "video/swin3d_t")  # left to ``make zoo``
+
+
 def cases() -> list[tuple[str, str]]:
-    return [(s, n) for s in SECTIONS for n in importlib.import_module(f"tests.zoo.{s}_models").QUICK]
+    found = [(s, n) for s in SECTIONS for n in importlib.import_module(f"tests.zoo.{s}_models").QUICK]
+    return [(s, n) for s, n in found if n not in LONG]
 
 
 @pytest.mark.parametrize(("section", "name"), cases(), ids=lambda part: part)
