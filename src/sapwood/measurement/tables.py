@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from sapwood.measurement.clock import take_turns
 from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
+from sapwood.sparse.nvrtc import cache_folder
 from sapwood.storage.atomic import write_text
 
 TIMED = (
@@ -35,14 +35,6 @@ TIMED = (
 """Operators whose time does not follow from the bytes they move."""
 
 FORMAT = 1
-
-
-def cache_folder() -> Path:
-    """Where measured times are kept: $SAPWOOD_CACHE, or a folder of the user's cache."""
-    own, common = os.environ.get("SAPWOOD_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(common) if common else Path("~/.cache").expanduser()) / "sapwood"
 
 
 @dataclass

@@ -53,7 +53,7 @@ def kernel(source: Path, name: str, device: int) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     text = source.read_text()
     key = hashlib.sha256(f"{text}|{name}|{major}.{minor}|{torch.version.cuda}".encode()).hexdigest()[:24]
-    at = cache_folder() / f"{key}.cubin"
+    at = cache_folder() / "kernels" / f"{key}.cubin"
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # there must be a context to load it into
         try:
@@ -71,8 +71,11 @@ def kernel(source: Path, name: str, device: int) -> Kernel:
 
 
 def cache_folder() -> Path:
-    found = os.environ.get("SAPWOOD_CACHE")
-    return (Path(found) if found else Path.home() / ".cache" / "sapwood") / "kernels"
+    """Where kernels and measured times are kept: $SAPWOOD_CACHE, or a folder of the user's cache."""
+    own, common = os.environ.get("SAPWOOD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(common) if common else Path("~/.cache").expanduser()) / "sapwood"
 
 
 def _keep(at: Path, content: bytes) -> None:
