@@ -15,11 +15,13 @@ Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,21 @@ def library() -> Any:
         return models
 
 
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """An error where it takes longer."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.o = options
@@ -61,6 +78,7 @@ class Bench:
             self.results = json.loads(self.path.read_text())
         self.console = Console(width=160)
         self.known: dict[Any, Any] = {}
+        self.no_peer: dict[str, str] = {}
 
     def model(self, name: str) -> nn.Module:
         torch.manual_seed(0)
@@ -114,35 +132,44 @@ class Bench:
 
     def peer(self, model: nn.Module, kept: float, name: str) -> nn.Module | str:
         """The same channel ratio by Torch-Pruning, or why there is none."""
+        if name in self.no_peer:
+            return self.no_peer[name]
         try:
-            import torch_pruning as tp
+            with within(60):
+                return self.peer_made(model, kept, name)
         except ImportError:
             return "not installed"
-        try:
-            own = copy.deepcopy(model).float().cpu()
-            heads = [m for m in own.modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
-            settings: dict[str, Any] = {}
-            if name == "vit_b_16":
-                # as its own example has it: given as heads, the width of the model would stay whole
-                heads_of = {m: m.num_heads for m in own.modules() if isinstance(m, nn.MultiheadAttention)}
-                settings["out_channel_groups"] = heads_of
-                settings["unwrapped_parameters"] = [(own.class_token, 2), (own.encoder.pos_embedding, 2)]
-            pruner = tp.pruner.MagnitudePruner(
-                own,
-                torch.randn(1, 3, 224, 224),
-                importance=tp.importance.MagnitudeImportance(p=1),
-                pruning_ratio=1 - kept,
-                ignored_layers=heads,
-                **settings,
-            )
-            pruner.step()
-            if name == "vit_b_16":  # a size that its users mend by hand
-                own.hidden_dim = own.conv_proj.out_channels
-            own(torch.randn(1, 3, 224, 224))
-            own = own.eval().to(self.device, self.dtype)
-            return own.to(memory_format=torch.channels_last) if self.device.type == "cuda" else own
+        except TimeoutError as error:
+            self.no_peer[name] = str(error)
+            return str(error)
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+    def peer_made(self, model: nn.Module, kept: float, name: str) -> nn.Module:
+        import torch_pruning as tp
+
+        own = copy.deepcopy(model).float().cpu()
+        heads = [m for m in own.modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
+        settings: dict[str, Any] = {}
+        if name == "vit_b_16":
+            # as its own example has it: given as heads, the width of the model would stay whole
+            heads_of = {m: m.num_heads for m in own.modules() if isinstance(m, nn.MultiheadAttention)}
+            settings["out_channel_groups"] = heads_of
+            settings["unwrapped_parameters"] = [(own.class_token, 2), (own.encoder.pos_embedding, 2)]
+        pruner = tp.pruner.MagnitudePruner(
+            own,
+            torch.randn(1, 3, 224, 224),
+            importance=tp.importance.MagnitudeImportance(p=1),
+            pruning_ratio=1 - kept,
+            ignored_layers=heads,
+            **settings,
+        )
+        pruner.step()
+        if name == "vit_b_16":  # a size that its users mend by hand
+            own.hidden_dim = own.conv_proj.out_channels
+        own(torch.randn(1, 3, 224, 224))
+        own = own.eval().to(self.device, self.dtype)
+        return own.to(memory_format=torch.channels_last) if self.device.type == "cuda" else own
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -187,16 +214,20 @@ class Bench:
         dense_one = self.deployed(model, one) if self.o.one else None
         for share in (0.7, 0.5, 0.35):
             started = time.time()
+            found: dict[str, Any]
             try:
                 planner = self.planner(model, x, share, dense)
                 plan = planner.plan_until(planner.runs)
             except sw.SapwoodError as error:
-                self.console.print(f"plans {name} {share}: {error}")
-                self.keep("plans", f"{name}, batch {batch}, {share}", {"failed": str(error)}, started)
+                tries = [t.share(planner.budget) for t in planner.tried]
+                self.console.print(f"plans {name} {share}: {error} {tries}")
+                found = {"failed": str(error), "tries": tries}
+                self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
                 continue
             took, left = time.time() - started, plan.achieved
             kept = left["channels"] / left["dense_channels"]
-            found: dict[str, Any] = {"plan_s": took, "channels_kept": kept, "achieved": dict(left)}
+            found = {"plan_s": took, "channels_kept": kept, "achieved": dict(left)}
+            found["tries"] = [t.share(planner.budget) for t in planner.tried]
             found["latency"] = 1 / left["speed"]  # of dense, which took turns with it
             if dense_one is not None:
                 ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one)}
@@ -210,7 +241,7 @@ class Bench:
             self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
             self.console.print(
                 f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
-                f"plan took {took:.0f} s, notes {plan.notes}"
+                f"plan took {took:.0f} s, tries {[round(t, 3) for t in found['tries']]}, {plan.notes}"
             )
 
     def planner(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> LatencyPlanner:

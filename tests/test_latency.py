@@ -20,7 +20,7 @@ from sapwood.measurement.clock import Timing
 from sapwood.measurement.steps import preferred_steps
 from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline import latency, rounding, staircase
-from sapwood.pipeline.predict import Prediction
+from sapwood.pipeline.predict import Near, Prediction
 from sapwood.planning.counts import Steps, steps_for
 from sapwood.planning.draft import score_kept, weights_of
 from sapwood.planning.knapsack import Knapsack, choose, quickest
@@ -249,6 +249,53 @@ def by_formula(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], Clock]:
         return clock
 
     return use
+
+
+class Stream(nn.Module):
+    """One wide stream that every block reads and writes: its width moves the latency in large steps."""
+
+    def __init__(self, width: int = 64, inner: int = 64, blocks: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(width, inner, 3, padding=1) for _ in range(blocks))
+        self.up = nn.ModuleList(nn.Conv2d(inner, width, 3, padding=1) for _ in range(blocks))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for down, up in zip(self.down, self.up, strict=True):
+            x = x + up(torch.relu(down(x)))
+        out: torch.Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def test_choices_near_a_plan() -> None:
+    model = Stream()
+    seen = sw.trace(model, X)
+    dense = seen.dense
+    stream = next(i for i, g in enumerate(seen.groups) if "stem" in g.name)
+
+    def made(near: Near | None) -> Prediction:
+        steps, whole = steps_for(8, [1] * len(dense), dense), np.zeros(len(dense), dtype=bool)
+        scores = [np.ones(g.width) for g in seen.groups]
+        made = Prediction(seen, scores, Formula(), steps, whole, near=near)  # type: ignore[arg-type]
+        made.fill(100.0, lambda *_: None)
+        return made
+
+    anywhere, half = made(None), [n // 2 for n in dense]
+    choice = anywhere.choice_of(half)
+    assert choice is not None and anywhere.counts(choice) == half
+    step = 100 * 8 / 64 / 2  # of half the dense time at half the width
+    (bulky,) = anywhere.bulky(half, 0.5 * step)
+    assert stream in anywhere.units[bulky].groups
+    assert anywhere.bulky(half, 2 * step) == [] and anywhere.bulky([7] * len(half), step) == []
+
+    held = made(Near(half, [bulky]))
+    assert [len(c) for c in held.choices] == [1 if u == bulky else 8 for u in range(len(held.units))]
+    assert held.problem.time_of(held.choice_of(half) or []) == pytest.approx(anywhere.problem.time_of(choice))
+    above = made(Near(half, upwards=True))
+    assert above.choice_of(half) == [0] * len(above.units)
+    assert all((c >= 32).all() for options in above.choices for c in options)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35, 0.2])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from sapwood.sparse.nvrtc import cache_folder
 
 Call = Callable[[], object]
 SAMPLE_MS = 0.3  # calls shorter than this are timed several at a time
@@ -48,7 +51,15 @@ def take_turns(
     The order changes from round to round: what ran before leaves its traces in caches and memory. At least ``least``
     rounds are made. On a CUDA ``device`` its own events keep the time. ``lead`` calls go before the timed ones of
     every turn: a model in use follows itself, with its weights in the caches and the next batch in the queue.
+    Other processes of the user that measure on the same CUDA device are waited for.
     """
+    with alone(device):
+        return _take_turns(calls, seconds, least, warm_up, device, lead)
+
+
+def _take_turns(
+    calls: Mapping[str, Call], seconds: float, least: int, warm_up: int, device: torch.device | None, lead: int
+) -> dict[str, Timing]:
     repeats = {name: _warm_up(call, warm_up, device) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     names, dice, start = list(calls), random.Random(0), time.perf_counter()
@@ -61,6 +72,27 @@ def take_turns(
             break
     first = next(iter(taken.values()))
     return {name: _timing(times, first) for name, times in taken.items()}
+
+
+_held: set[str] = set()
+
+
+@contextlib.contextmanager
+def alone(device: torch.device | None) -> Iterator[None]:
+    """No two processes measure on a CUDA device at once; where files cannot be locked, they may."""
+    if device is None or device.type != "cuda" or str(device) in _held:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError, RuntimeError):
+            import fcntl
+
+            at = cache_folder() / f"measuring-{torch.cuda.get_device_properties(device).uuid}.lock"
+            at.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(at.open("w")), fcntl.LOCK_EX)
+        _held.add(str(device))
+        stack.callback(_held.discard, str(device))
+        yield
 
 
 def _warm_up(call: Call, times: int, device: torch.device | None) -> int:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
-from sapwood.measurement.clock import take_turns
+from sapwood.measurement.clock import alone, take_turns
 from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
@@ -59,11 +59,16 @@ class OperatorTimes:
         except RuntimeError:  # nobody's home
             self.path, self.use_disk = Path(), False
         if self.use_disk:
-            with contextlib.suppress(Exception):  # a damaged file is worth no more than none
-                found = json.loads(self.path.read_text())
-                if found["about"] == json.loads(json.dumps(about, default=str)):
-                    times = {str(k): float(v) for k, v in found["times_ms"].items()}
-                    self._known = {k: v for k, v in times.items() if math.isfinite(v) and v > 0}
+            self._known = self._kept()
+
+    def _kept(self) -> dict[str, float]:
+        """What the file has."""
+        with contextlib.suppress(Exception):  # a damaged file is worth no more than none
+            found = json.loads(self.path.read_text())
+            if found["about"] == json.loads(json.dumps(self._about, default=str)):
+                times = {str(k): float(v) for k, v in found["times_ms"].items()}
+                return {k: v for k, v in times.items() if math.isfinite(v) and v > 0}
+        return {}
 
     def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
         """Milliseconds of one call when the groups keep so many channels."""
@@ -79,6 +84,7 @@ class OperatorTimes:
     def save(self) -> None:
         """Keep what was measured; a folder that cannot be written to only costs time next run."""
         if self.use_disk and self._unsaved:
+            self._known = self._kept() | self._known  # another process may have added to it
             with contextlib.suppress(Exception):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(self.path, json.dumps({"about": self._about, "times_ms": self._known}, default=str))
@@ -95,8 +101,8 @@ class OperatorTimes:
         return f"{call.name}|{'channels_last|' if self.channels_last else ''}{'|'.join(parts)}"
 
     def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
-        args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
-        with torch.no_grad():
+        with torch.no_grad(), alone(self.device):
+            args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
             run = self._runner(call, args)
             times = take_turns({"it": run.call}, seconds=self.seconds, least=5, warm_up=2, device=self.device)
         return times["it"].low_ms

@@ -15,15 +15,16 @@ from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import name_of
 from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline.planner import Fails, Planner
-from sapwood.pipeline.predict import LEVELS, Prediction
+from sapwood.pipeline.predict import FINE, LEVELS, Near, Prediction
 from sapwood.planning.counts import Steps, steps_for
 from sapwood.planning.draft import block_sizes, describe, fixed_groups, plan_of_counts
-from sapwood.planning.knapsack import choose
 from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Plan
 
 CLOSE = 0.03  # how near the budget a plan must come
-TRIES = 10
+TRIES = 8  # cut models that are measured before the steps change
+DRAFTS = 24
+FAR = 1.4  # times the budget: from there, cutting more is no small correction
 NARROW = 8  # the step of layers that the device's own would leave whole
 MOVED = 0.6  # where the dense model takes so much longer or shorter than at first, something disturbs
 
@@ -52,8 +53,9 @@ class LatencyPlanner(Planner):
     dense_ms: float = 0.0
     known: Deployed | None = field(default=None, repr=False)
     """The dense model in its best form, where that is known already."""
+    near: Near | None = None
     fine: bool = False
-    base: list[int] | None = None
+    tried: list[_Try] = field(default_factory=list, repr=False)
     _seen: dict[str, str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,65 +74,90 @@ class LatencyPlanner(Planner):
     def _predict(self) -> Prediction:
         """Times of operators over widths, and choices of widths that fit together."""
         fixed = fixed_groups(self.trace, self.options["ignore"], self.barred)
-        levels = 3 * LEVELS if self.fine else LEVELS
+        levels = FINE if self.fine else LEVELS
         steps = steps_for(self.options["round_to"], block_sizes(self.trace), self.trace.dense)
-        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels, self.base)
+        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels, self.near)
         made.fill(self.dense_ms, self.told)
         self.times.save()
         return made
 
     def draft(self) -> Plan:
         if self._seen != dict(self.barred):
-            self.base = None  # it may cut what must now stay whole
+            self.near = None  # it may cut what must now stay whole
             self.prediction, self._seen = self._predict(), dict(self.barred)
-        choice = choose(self.prediction.problem, self.limit, self.prediction.least())
-        counts = self.prediction.counts(self.prediction.fastest() if choice is None else choice)
+        counts = self.prediction.best(self.limit)
         about = describe(self.budget, "latency", self.options["round_to"], self.options["score_name"])
         return plan_of_counts(self.trace, self.scores, counts, about, self.barred)
 
     def plan_until(self, fails: Fails) -> Plan:
-        """Move the limit of the prediction until the measured latency is within 3% of the budget."""
-        target = self.budget.limit_ms(self.dense_ms)
-        low, high, self.limit = 0.0, 2 * target, 0.99 * target
-        tried: list[_Try] = []
-        for number in range(TRIES):
-            self.told("measuring cut models", number, TRIES)
-            plan = super().plan_until(fails)
-            again = next((t for t in tried if t.plan.groups == plan.groups), None)
-            tried.append(again or self._timed(plan))
-            share = tried[-1].share(self.budget)
-            if 1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not plan.groups):
-                break
-            if share > 1:
-                high = min(high, self.limit)
-            else:
-                low = max(low, self.limit)
-            stuck = again or high - low < 0.01 * target or (share > 1 and self._is_fastest(plan))
-            if stuck:  # no widths between: take finer steps, once
-                if self.fine or not isinstance(self.options["round_to"], Steps):
-                    break
-                self.limit = 0.99 * target
-                low, high = self._refine(tried), 2 * target
-                continue
-            aim = self.limit * 0.985 / share
-            self.limit = aim if low < aim < high else (low + high) / 2
-        self.told("measuring cut models", TRIES, TRIES)
-        return self._best(tried)
+        """Move the limit of the prediction until the measured latency is within 3% of the budget.
 
-    def _refine(self, tried: list[_Try]) -> float:
-        """Smaller steps, upwards from the best plan below the budget; what is predicted for that one."""
+        Where no limit does: keep what moves the latency in large steps as it is, and move the rest; then with finer
+        steps.
+        """
+        self.tried = []
+        target = self.budget.limit_ms(self.dense_ms)
+        self.limit = 0.99 * target
+        if not self._search(fails, target) and isinstance(self.options["round_to"], Steps):
+            for go_near in (self._hold, self._refine):
+                if go_near(target) and self._search(fails, target):
+                    break
+        self.told("measuring cut models", 1, 1)
+        return self._best(self.tried)
+
+    def _search(self, fails: Fails, target: float) -> bool:
+        """Bisect from the limit on, by what the clock says; whether a plan came close."""
+        low, high, enough = 0.0, 2 * max(target, self.limit), len(self.tried) + TRIES
+        for _ in range(DRAFTS):
+            self.told("measuring cut models", len(self.tried), enough)
+            known = self._known(self.draft())
+            found = known or self._timed(super().plan_until(fails))
+            if known is None:
+                self.tried.append(found)
+            share = found.share(self.budget)
+            if 1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not found.plan.groups):
+                return True
+            low, high = (low, min(high, self.limit)) if share > 1 else (max(low, self.limit), high)
+            ends = high - low < 0.005 * target or (share > 1 and self._is_fastest(found.plan))
+            if ends or len(self.tried) >= enough:
+                break
+            aim = self.limit * 0.985 / share
+            self.limit = aim if low < aim < high and known is None else (low + high) / 2
+        return False
+
+    def _known(self, plan: Plan) -> _Try | None:
+        return next((t for t in self.tried if t.plan.groups == plan.groups), None)
+
+    def _hold(self, target: float) -> bool:
+        """Around the plan that is nearest above the budget, or below: what is bulky stays, the rest may change."""
+        by_share = sorted(self.tried, key=lambda t: t.share(self.budget))
+        above = [t for t in by_share if 1 < t.share(self.budget) < FAR]
+        from_here = above[0] if above else [*[t for t in by_share if t.share(self.budget) <= 1], by_share[0]][-1]
+        counts = self._counts(from_here.plan)
+        held = self.prediction.bulky(counts, CLOSE * target)
+        if not 0 < len(held) < len(self.prediction.units):
+            return False
+        self._go_near(from_here, Near(counts, held))
+        return True
+
+    def _refine(self, _: float) -> bool:
+        """Smaller steps, upwards from the best plan below the budget, or anywhere."""
         coarse: Steps = self.options["round_to"]
         steps = replace(coarse, wide=max(1, coarse.wide // 4), least=max(1, coarse.least // 4))
-        below = [t for t in tried if t.share(self.budget) <= 1]
-        best = max(below, key=lambda t: t.share(self.budget), default=None)
-        self.base = self._counts(best.plan) if best else None
         self.fine, self.options = True, {**self.options, "round_to": steps}
+        below = [t for t in self.tried if t.share(self.budget) <= 1]
+        best = max(below, key=lambda t: t.share(self.budget), default=None)
+        self._go_near(best, Near(self._counts(best.plan), upwards=True) if best else None)
+        return True
+
+    def _go_near(self, measured: _Try | None, near: Near | None) -> None:
+        """Predict anew; the limit is where that plan's measured time would be the budget's."""
+        self.near = near
         self.prediction, self._seen = self._predict(), dict(self.barred)
-        if best is None:
-            return 0.0
-        known = self.prediction.problem.time_of(self.prediction.least() or [])
-        self.limit = known * 0.985 / best.share(self.budget)
-        return known
+        if measured is not None and near is not None:
+            place = self.prediction.choice_of(near.counts)
+            if place is not None:
+                self.limit = self.prediction.problem.time_of(place) * 0.985 / measured.share(self.budget)
 
     def _counts(self, plan: Plan) -> list[int]:
         return [len(plan.groups.get(g.name, range(g.width))) for g in self.trace.groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,13 +13,23 @@ from sapwood.measurement.roofline import moved_bytes
 from sapwood.measurement.tables import TIMED, OperatorTimes
 from sapwood.planning.counts import settle, units_of
 from sapwood.planning.draft import weights_of
-from sapwood.planning.knapsack import Knapsack, quickest
+from sapwood.planning.knapsack import Knapsack, choose, quickest
 from sapwood.types import Tell
 
-LEVELS = 10  # choices of width per unit
+LEVELS, FINE = 10, 30  # choices of width per unit
 FLOOR = 0.125  # no group is cut below this share
+ABOVE = 1.5  # how far above a base its finer choices go
 LEAST = 0.15  # of the time that is not the timed operators': launches and such, which no cut makes shorter
 ANCHORS = 4  # of one side of a pair's table; the rest lies between
+
+
+@dataclass(frozen=True)
+class Near:
+    """Choices about a plan that was measured: the units ``held`` keep its widths, the others any, or only more."""
+
+    counts: Sequence[int]
+    held: Sequence[int] = ()
+    upwards: bool = False
 
 
 class Prediction:
@@ -33,25 +43,36 @@ class Prediction:
         steps: np.ndarray,
         fixed: np.ndarray,
         levels: int = LEVELS,
-        base: Sequence[int] | None = None,
+        near: Near | None = None,
     ) -> None:
         self.trace, self.scores, self.times = trace, scores, times
         self.units = units_of(trace.dense, [form for form, _ in trace.constraints])
         self.unit_of = {g: n for n, unit in enumerate(self.units) for g in unit.groups}
         widths = np.array(trace.dense, dtype=float)
-        self.levels, self.base = levels, base
+        self.levels, self.near = levels, near
         self._fastest: list[int] | None = None
-        self.choices = [self._choices(unit, widths, steps, fixed) for unit in self.units]
+        self._best: dict[float, list[int]] = {}
+        self.choices = [self._choices(number, widths, steps, fixed) for number in range(len(self.units))]
 
-    def _choices(self, unit: Any, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> list[np.ndarray]:
+    def _choices(self, number: int, widths: np.ndarray, steps: np.ndarray, fixed: np.ndarray) -> list[np.ndarray]:
         """Counts of a unit's groups from narrow to whole, all of them ways that fit together."""
+        unit, near = self.units[number], self.near
         index = list(unit.groups)
-        found: dict[tuple[int, ...], np.ndarray] = {}
-        for level in np.linspace(FLOOR, 1.0, self.levels):
+        whole = widths[index].astype(int)
+        own = whole if near is None else np.array(near.counts)[index]
+        found = {tuple(own.tolist()): own}
+        if near is not None and number in near.held:
+            return [own]
+        least, most = FLOOR, 1.0
+        if near is not None and near.upwards:
+            least = max(FLOOR, float((own / whole).min()))
+            most = min(1.0, ABOVE * least)
+        else:
+            found[tuple(whole.tolist())] = whole
+        for level in np.linspace(least, most, self.levels):
             counts = settle(unit, widths[index] * level, widths[index], steps[index], fixed[index]).astype(int)
-            found[tuple(counts.tolist())] = counts
-        for counts in (widths, *([np.array(self.base)] if self.base is not None else [])):
-            found[tuple(counts[index].astype(int).tolist())] = counts[index].astype(int)
+            if near is None or not near.upwards or (counts >= own).all():
+                found[tuple(counts.tolist())] = counts
         return sorted(found.values(), key=lambda c: int(c.sum()))
 
     def counts(self, choice: Sequence[int]) -> list[int]:
@@ -62,13 +83,31 @@ class Prediction:
                 result[group] = int(count)
         return result
 
-    def least(self) -> list[int] | None:
-        """The choices that keep as much as ``base``."""
-        if self.base is None:
-            return None
-        wanted = [tuple(self.base[g] for g in unit.groups) for unit in self.units]
-        pairs = zip(wanted, self.choices, strict=True)
-        return [next(k for k, c in enumerate(options) if tuple(c.tolist()) == counts) for counts, options in pairs]
+    def choice_of(self, counts: Sequence[int]) -> list[int] | None:
+        """The choices that keep so many channels, where there are such."""
+        wanted = [tuple(counts[g] for g in unit.groups) for unit in self.units]
+        known = [{tuple(c.tolist()): k for k, c in enumerate(options)} for options in self.choices]
+        found = [places.get(own) for own, places in zip(wanted, known, strict=True)]
+        return None if any(k is None for k in found) else [k for k in found if k is not None]
+
+    def bulky(self, counts: Sequence[int], ms: float) -> list[int]:
+        """Units whose next choice up takes more than so long: a step of theirs is no small correction."""
+        choice = self.choice_of(counts)
+        if choice is None:
+            return []
+        now, found = self.problem.time_of(choice), []
+        for unit, k in enumerate(choice):
+            more = [*choice[:unit], min(k + 1, len(self.choices[unit]) - 1), *choice[unit + 1 :]]
+            if self.problem.time_of(more) - now > ms:
+                found.append(unit)
+        return found
+
+    def best(self, limit: float) -> list[int]:
+        """The counts that keep the most score within a limit; where none fit, the fastest."""
+        if limit not in self._best:
+            choice = choose(self.problem, limit)
+            self._best[limit] = self.counts(self.fastest() if choice is None else choice)
+        return self._best[limit]
 
     def fastest(self) -> list[int]:
         """Not always the narrowest: some widths have slow kernels."""
@@ -78,7 +117,6 @@ class Prediction:
 
     def fill(self, dense_ms: float, tell: Tell) -> None:
         """Measure what is not known, and share out what the timed operators leave of the dense model's time."""
-        whole = [len(options) - 1 for options in self.choices]
         timed = [c for c in self.trace.calls if c.name in TIMED]
         other = [c for c in self.trace.calls if c.name not in TIMED]
         tables = _Tables(self)
@@ -86,14 +124,14 @@ class Prediction:
             tell("timing operators", number, len(timed))
             tables.add(call, lambda kept, c=call: self.times.time_of(c, kept), sparse=True)  # type: ignore[misc]
         tell("timing operators", len(timed), len(timed))
-        known = tables.problem([]).time_of(whole)
+        known = sum(self.times.time_of(call, self.trace.dense) for call in timed)
         rest, scale = dense_ms - known, 1.0
         if rest < 0.02 * dense_ms:  # kernels overlap, or are faster within the whole
             rest, scale = 0.02 * dense_ms, 0.98 * dense_ms / known if known else 1.0
         moved = _Tables(self)
         for call in other:
             moved.add(call, lambda kept, c=call: moved_bytes(c, kept) / 1e6)  # type: ignore[misc]
-        total = moved.problem([]).time_of(whole) or 1.0
+        total = sum(moved_bytes(call, self.trace.dense) / 1e6 for call in other) or 1.0
         self.problem = (
             tables.scaled(scale).plus(moved.scaled((1 - LEAST) * rest / total)).problem(self._values(), LEAST * rest)
         )

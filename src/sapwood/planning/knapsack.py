@@ -14,6 +14,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+GAP = 0.005  # of the score: nearer to the best is worth no wait
+
 
 @dataclass(frozen=True)
 class Knapsack:
@@ -32,21 +34,19 @@ class Knapsack:
         return sum(float(v[k]) for v, k in zip(self.values, choice, strict=True))
 
 
-def choose(
-    problem: Knapsack, limit: float, least: Sequence[int] | None = None, seconds: float = 20.0
-) -> list[int] | None:
-    """The choice of each unit, from ``least`` on, that keeps the most score within ``limit``; None where none fits."""
+def choose(problem: Knapsack, limit: float, seconds: float = 10.0) -> list[int] | None:
+    """The choice of each unit that keeps the most score within ``limit``; None where none fits."""
     if not problem.values:
         return [] if problem.constant <= limit else None
-    return _solve(problem, limit, least, seconds)
+    return _solve(problem, limit, seconds)
 
 
-def quickest(problem: Knapsack, seconds: float = 20.0) -> list[int]:
+def quickest(problem: Knapsack, seconds: float = 10.0) -> list[int]:
     """The choices that take the least time."""
-    return (_solve(problem, None, None, seconds) if problem.values else []) or [0] * len(problem.values)
+    return (_solve(problem, None, seconds) if problem.values else []) or [0] * len(problem.values)
 
 
-def _solve(problem: Knapsack, limit: float | None, least: Sequence[int] | None, seconds: float) -> list[int] | None:
+def _solve(problem: Knapsack, limit: float | None, seconds: float) -> list[int] | None:
     """The most score within a limit, or, without one, the least time."""
     sizes = [len(v) for v in problem.values]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
@@ -59,9 +59,6 @@ def _solve(problem: Knapsack, limit: float | None, least: Sequence[int] | None, 
         times[first[unit] : first[unit + 1]] = alone
     for pair, table in problem.pairs.items():
         times[places[pair] : places[pair] + table.size] = table.ravel()
-    upper = np.ones(total)
-    for unit, k in enumerate(least or ()):
-        upper[first[unit] : first[unit] + k] = 0
     rows, columns, entries, right = _ties(problem, first, places)
     ties = coo_array((entries, (rows, columns)), shape=(len(right), total)).tocsr()
     integrality = np.zeros(total)
@@ -72,9 +69,9 @@ def _solve(problem: Knapsack, limit: float | None, least: Sequence[int] | None, 
     found = milp(
         times if limit is None else cost,
         integrality=integrality,
-        bounds=Bounds(0, upper),
+        bounds=Bounds(0, 1),
         constraints=constraints,
-        options={"time_limit": seconds, "mip_rel_gap": 0.002},
+        options={"time_limit": seconds, "mip_rel_gap": GAP},
     )
     if found.x is None:
         return None
