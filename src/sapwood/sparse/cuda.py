@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ import torch
 from sapwood.sparse.format import TILE, Packed, tiles_of
 from sapwood.sparse.nvrtc import Kernel, kernel
 
-SOURCE = Path(__file__).parent / "kernels" / "linear.cu"
+SOURCES = Path(__file__).parent / "kernels"
+FILES = {"sparse_linear": "linear.cu", "tensor_linear": "tensor.cu", "sum_parts": "whole.cu", "unpack": "whole.cu"}
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WARPS = 16
 MOST = 32
 """Rows of x that the kernel takes at once."""
+ROWS = 16
+"""Rows of the weight that tensor cores take at once."""
+TENSOR = MOST + 1
+"""From so many rows of x on, by tensor cores: not before it is known to pay."""
 BUSY = 24
 """Warps that a multiprocessor should have; with fewer rows than that, warps share a row."""
 
@@ -34,19 +40,26 @@ def unready(device: int) -> str:
 
 
 def _kernel(name: str, device: int) -> Kernel:
-    return kernel(SOURCE, name, device)
+    own = FILES[name.partition("<")[0]]
+    return kernel((SOURCES / "common.cu", SOURCES / own), name, device)
 
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """x [batch, columns] times the weight: contiguous, of one dtype, on one device."""
-    rows, columns = packed.shape
     most = MOST * 2 // x.element_size()  # what a tile's columns leave room for
     if len(x) > most:
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
+    out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
+    if out.numel():
+        by_tensor_cores = len(x) >= TENSOR and x.element_size() == 2
+        (_tensor if by_tensor_cores else _gather)(x, packed, bias, out)
+    return out
+
+
+def _gather(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Every nonzero meets its column of x in shared memory."""
+    rows, columns = packed.shape
     batch, device, kind = len(x), x.device.index, KINDS[x.dtype]
-    out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
     padded = 1 << (batch - 1).bit_length()
     properties: Any = torch.cuda.get_device_properties(device)
     room = properties.shared_memory_per_block_optin - 4 * WARPS * padded - 1024
@@ -60,15 +73,40 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     blocks = min(-(-rows * split // WARPS), max(1, per_processor * properties.multi_processor_count // parts))
     if split > 1:
         blocks = -(-rows * split // WARPS)
+    launch = _kernel(f"sparse_linear<{kind}, {padded}, {split}>", device)
+    _in_parts(packed, x, bias, out, parts, lambda given: launch((blocks, parts), 32 * WARPS, shared, (*given, here)))
+
+
+def _tensor(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Rows are unpacked in shared memory, for tensor cores."""
+    rows, columns = packed.shape
+    batch, device, tiles = len(x), x.device.index, tiles_of(columns)
+    eights = 1 << (-(-batch // 8) - 1).bit_length()
+    shared = 2 * ROWS * (TILE + 8) + 4 * WARPS * eights * 8 * ROWS
+    properties: Any = torch.cuda.get_device_properties(device)
+    per_processor = 2 if eights <= 2 and 2 * (shared + 1024) <= properties.shared_memory_per_multiprocessor else 1
+    blocks = min(-(-rows // ROWS), max(1, per_processor * properties.multi_processor_count // tiles))
+    launch = _kernel(f"tensor_linear<{KINDS[x.dtype]}, {eights}>", device)
+    _in_parts(packed, x, bias, out, tiles, lambda given: launch((blocks, tiles), 32 * WARPS, shared, given))
+
+
+def _in_parts(
+    packed: Packed,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    parts: int,
+    launch: Callable[[tuple[Any, ...]], None],
+) -> None:
+    """Where the columns are shared out, each part has its own sums, which are then added up."""
+    (rows, columns), batch = packed.shape, len(x)
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    numbers = (rows, columns, tiles, batch, here)
-    _kernel(f"sparse_linear<{kind}, {padded}, {split}>", device)((blocks, parts), 32 * WARPS, shared, tensors + numbers)
+    launch((*tensors, rows, columns, tiles_of(columns), batch))
     if partial is not None:
         count = batch * rows
         given = (partial, bias, out, parts, rows, ctypes.c_longlong(count))
-        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, given)
-    return out
+        _kernel(f"sum_parts<{KINDS[x.dtype]}>", x.device.index)((min(4096, -(-count // 256)), 1), 256, 0, given)
 
 
 def _split(rows: int, processors: int) -> int:

@@ -19,6 +19,28 @@ from sapwood.errors import SapwoodError
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_LIMIT = 48 * 1024
+_START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+EARLY = False
+"""Whether kernels for compute capability 9.0 and later start before those before them have ended."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 class Kernel:
@@ -26,6 +48,9 @@ class Kernel:
 
     def __init__(self, handle: ctypes.c_void_p, device: int) -> None:
         self.handle, self.device, self.shared = handle, device, _STATIC_LIMIT
+        early = EARLY and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.attributes = (_Attribute * 1)(_Attribute(_START_EARLY, 0, (ctypes.c_int * 16)(1)))
+        self.count = 1 if early else 0
 
     def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Sequence[Any]) -> None:
         """``arguments``: tensors, None for a null pointer, and integers of 32 bits or ``ctypes`` numbers."""
@@ -36,7 +61,9 @@ class Kernel:
                 _done(_driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, shared))
                 self.shared = shared
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _done(_driver().cuLaunchKernel(self.handle, *grid, 1, threads, 1, 1, shared, stream, pointers, None))
+            sizes = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+            how = _Launch(*sizes, shared, stream, self.attributes, self.count)
+            _done(_driver().cuLaunchKernelEx(ctypes.byref(how), self.handle, pointers, None))
 
 
 def _as_c(value: Any) -> Any:
@@ -48,10 +75,10 @@ def _as_c(value: Any) -> Any:
 
 
 @functools.cache
-def kernel(source: Path, name: str, device: int) -> Kernel:
-    """``name`` may be an instance of a template, such as ``sum<0>``."""
+def kernel(sources: tuple[Path, ...], name: str, device: int) -> Kernel:
+    """``name`` may be an instance of a template, such as ``sum<0>``; the sources are read as one."""
     major, minor = torch.cuda.get_device_capability(device)
-    text = source.read_text()
+    text = "\n".join(source.read_text() for source in sources)
     key = hashlib.sha256(f"{text}|{name}|{major}.{minor}|{torch.version.cuda}".encode()).hexdigest()[:24]
     at = cache_folder() / "kernels" / f"{key}.cubin"
     with torch.cuda.device(device):

@@ -2,76 +2,11 @@
 //
 // KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4 ... 32.
 // SPLIT: how many warps share a row of W. Sums are made in fp32, always in the same order.
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
-constexpr int CHUNK = 8, TILE = 2048, WARPS = 16;
-
-template <int KIND> struct Kind { typedef u16 Raw; };
-template <> struct Kind<2> { typedef u32 Raw; };
-
-template <int KIND> __device__ __forceinline__ float widen(u32 raw) {
-    if constexpr (KIND == 0) return __uint_as_float(raw << 16);
-    else if constexpr (KIND == 1) {
-        float wide;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)raw));
-        return wide;
-    } else return __uint_as_float(raw);
+// Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
+template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
+    return column * SLOTS + (i ^ ((column * SLOTS >> 3) & (SLOTS - 1)));
 }
-
-template <int KIND> __device__ __forceinline__ typename Kind<KIND>::Raw narrow(float wide) {
-    u16 raw;
-    if constexpr (KIND == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
-    else if constexpr (KIND == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
-    else return __float_as_uint(wide);
-    return raw;
-}
-
-// The low and the high half of a word of two 16-bit numbers.
-template <int KIND> __device__ __forceinline__ float low(u32 two) {
-    return KIND == 0 ? __uint_as_float(two << 16) : widen<KIND>(two & 0xffffu);
-}
-template <int KIND> __device__ __forceinline__ float high(u32 two) {
-    return KIND == 0 ? __uint_as_float(two & 0xffff0000u) : widen<KIND>(two >> 16);
-}
-
-// Eight values and their columns. What is read once goes past the caches.
-template <int KIND> struct Chunk {
-    uint4 words[KIND == 2 ? 2 : 1];
-    u32 first, more;
-
-    __device__ __forceinline__ void load(const void *values, const u64 *places, long long at) {
-        constexpr int N = KIND == 2 ? 2 : 1;
-        const uint4 *from = reinterpret_cast<const uint4 *>(values) + at * N;
-#pragma unroll
-        for (int i = 0; i < N; i++) words[i] = __ldcs(from + i);
-        const u64 place = __ldcs(places + at);
-        first = (u32)place;
-        more = (u32)(place >> 32);
-    }
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (auto &w : words) w = make_uint4(0, 0, 0, 0);
-        first = more = 0;
-    }
-    __device__ __forceinline__ u32 word(int i) const {
-        const uint4 &w = words[i / 4];
-        return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
-    }
-    __device__ __forceinline__ float value(int i) const {
-        if constexpr (KIND == 2) return __uint_as_float(word(i));
-        else return i % 2 ? high<KIND>(word(i / 2)) : low<KIND>(word(i / 2));
-    }
-    __device__ __forceinline__ bool filler(int i) const {
-        if constexpr (KIND == 2) return word(i) == 0;
-        else return ((i % 2 ? word(i / 2) >> 16 : word(i / 2)) & 0xffffu) == 0;
-    }
-    __device__ __forceinline__ u32 start() const { return first & 0xfffffu; }
-    __device__ __forceinline__ u32 step(int i) const {  // to value i, 1 to 7
-        return i == 1 ? (first >> 20) & 63u : i == 2 ? first >> 26 : (more >> (6 * (i - 3))) & 63u;
-    }
-};
 
 // x[column] of all rows of the batch, from shared memory.
 template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
@@ -90,7 +25,7 @@ template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 v = reinterpret_cast<const uint4 *>(at)[i];
+                const uint4 v = reinterpret_cast<const uint4 *>(xs)[slot<WORDS / 4>(column, i)];
                 w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
             }
         }
@@ -168,10 +103,11 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
             bad |= (got[b] & TOP) == TOP;
         }
         if constexpr (sizeof(Raw) * BATCH >= 16) {
+            constexpr int SLOTS = sizeof(Raw) * BATCH / 16;
             const u32 *words = reinterpret_cast<const u32 *>(got);
 #pragma unroll
-            for (int i = 0; i < (int)sizeof(Raw) * BATCH / 16; i++)
-                reinterpret_cast<uint4 *>(to + (long long)c * BATCH)[i] =
+            for (int i = 0; i < SLOTS; i++)
+                reinterpret_cast<uint4 *>(to)[slot<SLOTS>(c, i)] =
                     make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
         } else {
 #pragma unroll
@@ -219,8 +155,6 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, int 
         if (__reduce_add_sync(0xffffffffu, met[b]) < 0) sum[b] = __uint_as_float(0x7fc00000u);
 }
 
-extern __shared__ uint4 shared[];
-
 template <int KIND, int BATCH, int SPLIT>
 __global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
@@ -237,9 +171,18 @@ __global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
     int row = blockIdx.x * at_once + warp / SPLIT;
     const int rows_step = gridDim.x * at_once;
     int first = 0, last = 0;
+    let_others_start();
     if (row < rows) {
-        first = starts[(long long)row * tiles + tile];
-        last = starts[(long long)row * tiles + tiles_end];
+        first = __ldcg(starts + (long long)row * tiles + tile);
+        last = __ldcg(starts + (long long)row * tiles + tiles_end);
+        if (first + part * 32 + lane < last) Chunk<KIND>::send_for_it(values, places, first + part * 32 + lane);
+        if (first + part * 32 + STRIDE + lane < last)
+            Chunk<KIND>::send_for_it(values, places, first + part * 32 + STRIDE + lane);
+    }
+    wait_for_others();
+    if (row < rows) {
+        first = __ldcg(starts + (long long)row * tiles + tile);
+        last = __ldcg(starts + (long long)row * tiles + tiles_end);
     }
     int from = first + part * 32;
     Chunk<KIND> chunk;
@@ -297,48 +240,5 @@ __global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
         }
         from = next;
         chunk = ahead;
-    }
-}
-
-// The parts of the columns, in their order, and the bias.
-template <int KIND>
-__global__ void sum_parts(const float *partial, const void *bias, void *y, int parts, int rows, long long count) {
-    typedef typename Kind<KIND>::Raw Raw;
-    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
-        float total = 0;
-        for (int p = 0; p < parts; p++) total += partial[p * count + i];
-        if (bias) total += widen<KIND>(reinterpret_cast<const Raw *>(bias)[i % rows]);
-        reinterpret_cast<Raw *>(y)[i] = narrow<KIND>(total);
-    }
-}
-
-// The dense matrix again: a warp fills a row of a tile in shared memory and writes it out.
-template <int KIND>
-__global__ void unpack(const void *values, const u64 *places, const int *starts, void *dense, int rows, int columns,
-                       int tiles) {
-    typedef typename Kind<KIND>::Raw Raw;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    Raw *own = reinterpret_cast<Raw *>(shared) + warp * TILE;
-    for (long long cell = blockIdx.x * (long long)warps + warp; cell < (long long)rows * tiles;
-         cell += (long long)gridDim.x * warps) {
-        const int row = cell / tiles, base = (int)(cell % tiles) * TILE, width = min(TILE, columns - base);
-        for (int c = lane; c < width; c += 32) own[c] = 0;
-        __syncwarp();
-        for (int c = starts[cell] + lane; c < starts[cell + 1]; c += 32) {
-            Chunk<KIND> chunk;
-            chunk.load(values, places, c);
-            u32 column = chunk.start() - base;
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                if (i) column += chunk.step(i);
-                if (chunk.filler(i)) continue;
-                if constexpr (KIND == 2) own[column] = chunk.word(i);
-                else own[column] = (u16)(i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
-            }
-        }
-        __syncwarp();
-        Raw *to = reinterpret_cast<Raw *>(dense) + (long long)row * columns + base;
-        for (int c = lane; c < width; c += 32) to[c] = own[c];
-        __syncwarp();
     }
 }

@@ -1,0 +1,86 @@
+// What the kernels share: numbers of 16 and 32 bits, chunks of packed weights (see format.py), and their start.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CHUNK = 8, TILE = 2048, WARPS = 16;
+
+// The next kernel may start when there is room, and this one before the last has ended: what does not depend on it,
+// the weights, is on its way from memory by then. Nothing is used before all that came before is done.
+__device__ __forceinline__ void let_others_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void send_for(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+template <int KIND> struct Kind { typedef u16 Raw; };
+template <> struct Kind<2> { typedef u32 Raw; };
+
+template <int KIND> __device__ __forceinline__ float widen(u32 raw) {
+    if constexpr (KIND == 0) return __uint_as_float(raw << 16);
+    else if constexpr (KIND == 1) {
+        float wide;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)raw));
+        return wide;
+    } else return __uint_as_float(raw);
+}
+
+template <int KIND> __device__ __forceinline__ typename Kind<KIND>::Raw narrow(float wide) {
+    u16 raw;
+    if constexpr (KIND == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    else if constexpr (KIND == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    else return __float_as_uint(wide);
+    return raw;
+}
+
+// The low and the high half of a word of two 16-bit numbers.
+template <int KIND> __device__ __forceinline__ float low(u32 two) {
+    return KIND == 0 ? __uint_as_float(two << 16) : widen<KIND>(two & 0xffffu);
+}
+template <int KIND> __device__ __forceinline__ float high(u32 two) {
+    return KIND == 0 ? __uint_as_float(two & 0xffff0000u) : widen<KIND>(two >> 16);
+}
+
+// Eight values and their columns. What is read once goes past the caches.
+template <int KIND> struct Chunk {
+    uint4 words[KIND == 2 ? 2 : 1];
+    u32 first, more;
+
+    __device__ __forceinline__ void load(const void *values, const u64 *places, long long at) {
+        constexpr int N = KIND == 2 ? 2 : 1;
+        const uint4 *from = reinterpret_cast<const uint4 *>(values) + at * N;
+#pragma unroll
+        for (int i = 0; i < N; i++) words[i] = __ldcs(from + i);
+        const u64 place = __ldcs(places + at);
+        first = (u32)place;
+        more = (u32)(place >> 32);
+    }
+    __device__ __forceinline__ static void send_for_it(const void *values, const u64 *places, long long at) {
+        send_for(reinterpret_cast<const uint4 *>(values) + at * (KIND == 2 ? 2 : 1));
+        send_for(places + at);
+    }
+    __device__ __forceinline__ u32 word(int i) const {
+        const uint4 &w = words[i / 4];
+        return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
+    }
+    __device__ __forceinline__ float value(int i) const {
+        if constexpr (KIND == 2) return __uint_as_float(word(i));
+        else return i % 2 ? high<KIND>(word(i / 2)) : low<KIND>(word(i / 2));
+    }
+    __device__ __forceinline__ bool filler(int i) const {
+        if constexpr (KIND == 2) return word(i) == 0;
+        else return ((i % 2 ? word(i / 2) >> 16 : word(i / 2)) & 0xffffu) == 0;
+    }
+    __device__ __forceinline__ u32 start() const { return first & 0xfffffu; }
+    __device__ __forceinline__ u32 step(int i) const {  // to value i, 1 to 7
+        return i == 1 ? (first >> 20) & 63u : i == 2 ? first >> 26 : (more >> (6 * (i - 3))) & 63u;
+    }
+};
+
+extern __shared__ uint4 shared[];
