@@ -12,7 +12,7 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.errors import SapwoodError
-from sapwood.sparse import SparseLinear, cuda, operator
+from sapwood.sparse import SparseLinear, cuda, nvrtc, operator
 from sapwood.sparse.format import pack_weight, unpack_weight
 
 pytestmark = [
@@ -21,6 +21,14 @@ pytestmark = [
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BITS = {2: torch.int16, 4: torch.int32}
+
+
+@pytest.fixture(params=["gathered", "by tensor cores", "started early"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All ways to compute it, whichever are used by default."""
+    monkeypatch.setattr(cuda, "TENSOR", cuda.MOST + 1 if request.param == "gathered" else 2)
+    monkeypatch.setattr(nvrtc, "EARLY", request.param == "started early")
+    return str(request.param)
 
 
 def weight_of(rows: int, columns: int, zeros: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

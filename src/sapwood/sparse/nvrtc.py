@@ -48,9 +48,8 @@ class Kernel:
 
     def __init__(self, handle: ctypes.c_void_p, device: int) -> None:
         self.handle, self.device, self.shared = handle, device, _STATIC_LIMIT
-        early = EARLY and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.may_start_early = torch.cuda.get_device_capability(device) >= (9, 0)
         self.attributes = (_Attribute * 1)(_Attribute(_START_EARLY, 0, (ctypes.c_int * 16)(1)))
-        self.count = 1 if early else 0
 
     def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Sequence[Any]) -> None:
         """``arguments``: tensors, None for a null pointer, and integers of 32 bits or ``ctypes`` numbers."""
@@ -62,7 +61,7 @@ class Kernel:
                 self.shared = shared
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             sizes = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
-            how = _Launch(*sizes, shared, stream, self.attributes, self.count)
+            how = _Launch(*sizes, shared, stream, self.attributes, int(EARLY and self.may_start_early))
             _done(_driver().cuLaunchKernelEx(ctypes.byref(how), self.handle, pointers, None))
 
 
