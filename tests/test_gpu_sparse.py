@@ -27,6 +27,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to compute it, whichever are used by default."""
     monkeypatch.setattr(cuda, "TENSOR", cuda.MOST + 1 if request.param == "gathered" else 2)
+    monkeypatch.setattr(cuda, "LANES", 32 if request.param == "gathered" else 4)
     monkeypatch.setattr(nvrtc, "EARLY", request.param == "started early")
     return str(request.param)
 

@@ -14,13 +14,21 @@ from sapwood.sparse.format import TILE, Packed, tiles_of
 from sapwood.sparse.nvrtc import Kernel, kernel
 
 SOURCES = Path(__file__).parent / "kernels"
-FILES = {"sparse_linear": "linear.cu", "tensor_linear": "tensor.cu", "sum_parts": "whole.cu", "unpack": "whole.cu"}
+FILES = {
+    "sparse_linear": ("common.cu", "columns.cu", "linear.cu"),
+    "vector_linear": ("common.cu", "columns.cu", "vector.cu"),
+    "tensor_linear": ("common.cu", "tensor.cu"),
+    "sum_parts": ("common.cu", "whole.cu"),
+    "unpack": ("common.cu", "whole.cu"),
+}
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WARPS = 16
 MOST = 32
 """Rows of x that the kernel takes at once."""
 ROWS = 16
 """Rows of the weight that tensor cores take at once."""
+LANES = 32
+"""So few lanes may share a row: not fewer before that is known to pay."""
 TENSOR = MOST + 1
 """From so many rows of x on, by tensor cores: not before it is known to pay."""
 BUSY = 24
@@ -40,8 +48,7 @@ def unready(device: int) -> str:
 
 
 def _kernel(name: str, device: int) -> Kernel:
-    own = FILES[name.partition("<")[0]]
-    return kernel((SOURCES / "common.cu", SOURCES / own), name, device)
+    return kernel(tuple(SOURCES / file for file in FILES[name.partition("<")[0]]), name, device)
 
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -74,6 +81,9 @@ def _gather(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     if split > 1:
         blocks = -(-rows * split // WARPS)
     launch = _kernel(f"sparse_linear<{kind}, {padded}, {split}>", device)
+    if batch == 1 and split == 1 and (lanes := _lanes(packed, properties.multi_processor_count)) < 32:
+        blocks = min(-(-rows * lanes // (32 * WARPS)), blocks)
+        launch = _kernel(f"vector_linear<{kind}, {lanes}>", device)
     _in_parts(packed, x, bias, out, parts, lambda given: launch((blocks, parts), 32 * WARPS, shared, (*given, here)))
 
 
@@ -115,6 +125,14 @@ def _split(rows: int, processors: int) -> int:
     while split < WARPS and rows * split < BUSY * processors:
         split *= 2
     return split
+
+
+def _lanes(packed: Packed, processors: int) -> int:
+    """How many lanes share a row, for one row of x: fewer where there are many rows, and each has few chunks."""
+    rows, lanes = packed.shape[0], 32
+    while lanes > LANES and rows * lanes // 64 >= BUSY * processors and len(packed.places) < 2 * lanes * rows:
+        lanes //= 2
+    return lanes
 
 
 def unpack(packed: Packed) -> torch.Tensor:

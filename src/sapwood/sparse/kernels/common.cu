@@ -84,3 +84,15 @@ template <int KIND> struct Chunk {
 };
 
 extern __shared__ uint4 shared[];
+
+// The sum of a row of W and row b of x: to the sums of this part of the columns, or with the bias to y.
+template <int KIND>
+__device__ __forceinline__ void put(float total, int b, int batch, long long row, int rows, const void *bias, void *y,
+                                    float *partial) {
+    typedef typename Kind<KIND>::Raw Raw;
+    if (partial) partial[((long long)blockIdx.y * batch + b) * rows + row] = total;
+    else {
+        if (bias) total += widen<KIND>(reinterpret_cast<const Raw *>(bias)[row]);
+        reinterpret_cast<Raw *>(y)[(long long)b * rows + row] = narrow<KIND>(total);
+    }
+}

@@ -126,13 +126,7 @@ __global__ void __launch_bounds__(WARPS * 32, NS <= 2 ? 2 : 1)
             float total = 0;
 #pragma unroll
             for (int p = 0; p < WARPS; p++) total += products[p * NS * 8 * ROWS + t];
-            if (b < batch && row < rows) {
-                if (partial) partial[((long long)tile * batch + b) * rows + row] = total;
-                else {
-                    if (bias) total += widen<KIND>(reinterpret_cast<const u16 *>(bias)[row]);
-                    reinterpret_cast<u16 *>(y)[b * (long long)rows + row] = narrow<KIND>(total);
-                }
-            }
+            if (b < batch && row < rows) put<KIND>(total, b, batch, row, rows, bias, y, partial);
         }
     }
 }

@@ -1,0 +1,153 @@
+// Rows of x in shared memory, and products of chunks with their columns.
+
+// Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
+template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
+    return column * SLOTS + (i ^ ((column * SLOTS >> 3) & (SLOTS - 1)));
+}
+
+// x[column] of all rows of the batch, from shared memory.
+template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
+    typedef typename Kind<KIND>::Raw Raw;
+    constexpr int BYTES = sizeof(Raw) * BATCH;
+    const char *at = reinterpret_cast<const char *>(xs) + column * BYTES;
+    if constexpr (BYTES <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
+    else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
+    else {
+        constexpr int WORDS = BYTES / 4;
+        u32 w[WORDS];
+        if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
+        else if constexpr (WORDS == 2) {
+            const uint2 v = *reinterpret_cast<const uint2 *>(at);
+            w[0] = v.x, w[1] = v.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; i++) {
+                const uint4 v = reinterpret_cast<const uint4 *>(xs)[slot<WORDS / 4>(column, i)];
+                w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if constexpr (KIND == 2) x[b] = __uint_as_float(w[b]);
+            else x[b] = b % 2 ? high<KIND>(w[b / 2]) : low<KIND>(w[b / 2]);
+        }
+    }
+}
+
+template <int KIND, int BATCH>
+__device__ __forceinline__ void accumulate(const Chunk<KIND> &chunk, const void *xs, u32 base, float (&sum)[BATCH]) {
+    u32 column = chunk.start() - base;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        if (i) column += chunk.step(i);
+        float x[BATCH];
+        gather<KIND, BATCH>(xs, column, x);
+        const float w = chunk.value(i);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
+    }
+}
+
+// Sums over the lanes: lane l gets that of row l * BATCH / 32 of the batch, or all get the one.
+template <int BATCH> __device__ __forceinline__ float reduce(float (&sum)[BATCH], int lane) {
+    int left = BATCH;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool upper = lane & half;
+#pragma unroll
+            for (int b = 0; b < BATCH / 2; b++) {
+                if (b < left) {
+                    const float mine = upper ? sum[b + left] : sum[b], other = upper ? sum[b] : sum[b + left];
+                    sum[b] = mine + __shfl_xor_sync(0xffffffffu, other, half);
+                }
+            }
+        } else sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], half);
+    }
+    return sum[0];
+}
+
+// x into shared memory, column by column; whether any of it is infinite or no number.
+template <int KIND, int BATCH>
+__device__ bool fetch(void *xs, const void *x, int batch, int columns, int base, int width) {
+    typedef typename Kind<KIND>::Raw Raw;
+    Raw *to = reinterpret_cast<Raw *>(xs);
+    const Raw *from = reinterpret_cast<const Raw *>(x);
+    constexpr u32 TOP = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
+    bool bad = false;
+    if constexpr (BATCH == 1) {
+        constexpr int MANY = 16 / sizeof(Raw);
+        if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
+            for (int c = threadIdx.x; c < width / MANY; c += blockDim.x) {
+                const uint4 got = reinterpret_cast<const uint4 *>(from + base)[c];
+                const u32 words[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    bad |= (words[i] & TOP) == TOP;
+                    if constexpr (KIND != 2) bad |= (words[i] >> 16 & TOP) == TOP;
+                }
+                reinterpret_cast<uint4 *>(to)[c] = got;
+            }
+            return bad;
+        }
+    }
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        Raw got[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            got[b] = b < batch ? from[(long long)b * columns + base + c] : (Raw)0;
+            bad |= (got[b] & TOP) == TOP;
+        }
+        if constexpr (sizeof(Raw) * BATCH >= 16) {
+            constexpr int SLOTS = sizeof(Raw) * BATCH / 16;
+            const u32 *words = reinterpret_cast<const u32 *>(got);
+#pragma unroll
+            for (int i = 0; i < SLOTS; i++)
+                reinterpret_cast<uint4 *>(to)[slot<SLOTS>(c, i)] =
+                    make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) to[(long long)c * BATCH + b] = got[b];
+        }
+    }
+    return bad;
+}
+
+__device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// As a dense product has it: a zero of W times what is not finite is nan. Fillers are no zeros of W.
+template <int KIND, int BATCH>
+__device__ __noinline__ void careful(const void *values, const u64 *places, int first, int last, const void *xs,
+                                     int base, int width, int part, int stride, float (&sum)[BATCH]) {
+    const int lane = threadIdx.x % 32;
+    int met[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) sum[b] = 0, met[b] = 0;
+    for (int c = first + lane; c < last; c += 32) {  // all warps of a row count alike, and sum their own part
+        const bool own = (c - lane - first) / 32 % (stride / 32) == part;
+        Chunk<KIND> chunk;
+        chunk.load(values, places, c);
+        u32 column = chunk.start() - base;
+        for (int i = 0; i < CHUNK; i++) {
+            if (i) column += chunk.step(i);
+            if (chunk.filler(i)) continue;
+            float x[BATCH];
+            gather<KIND, BATCH>(xs, column, x);
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                if (own) sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
+                met[b] += !finite(x[b]);
+            }
+        }
+    }
+    for (int c = lane; c < width; c += 32) {
+        float x[BATCH];
+        gather<KIND, BATCH>(xs, c, x);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)  // columns that are left over met zeros
+        if (__reduce_add_sync(0xffffffffu, met[b]) < 0) sum[b] = __uint_as_float(0x7fc00000u);
+}
