@@ -6,7 +6,9 @@ BIN := .venv/bin
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# meanwhile, a browser for the tests of the page, where one can be installed; else they are skipped
+	$(PYTHON) tests/browser.py & $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	found=$$?; wait; exit $$found
 	@# torchvision pins a torch of its own; only its and timm's model code is used, by the tests
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchvision timm
 	@touch $@

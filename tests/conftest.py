@@ -11,6 +11,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     """Times measured by tests are kept from the user's own cache, and from one another."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("SAPWOOD_CACHE", str(folder))
+    monkeypatch.setenv("SAPWOOD_RUNS", str(folder / "runs"))
     return folder
 
 

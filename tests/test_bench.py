@@ -383,7 +383,7 @@ def test_matmul_for_a_machine_and_into_a_file(tmp_path: Path) -> None:
     path = tmp_path / "found" / "bench.json"
     arguments = ("--matmul", "64x32", "--batch", "1,8", "--sparsity", "0.5,0.9", "--device", "cpu", "-o", path)
     found = json.loads(run(*arguments, "--json"))
-    assert json.loads(path.read_text()) == found
+    assert json.loads(path.read_text()) == found and path.with_suffix(".html").exists()
     assert found["what"] == {"kind": "matmul", "rows": 64, "cols": 32}
     assert found["dtype"] == "float32" and found["backend"] == "eager" and found["machine"]["kind"] == "cpu"
     assert [(p["batch"], p["sparsity"]) for p in found["points"]] == [(1, 0.5), (8, 0.5), (1, 0.9), (8, 0.9)]
@@ -394,6 +394,15 @@ def test_matmul_for_a_machine_and_into_a_file(tmp_path: Path) -> None:
             assert line["verdict"] and line["error"] < 1e-3 and line["reached"] > 0 and line["cold"] is None
             assert line["timing"]["speed_low"] <= line["timing"]["speed"] <= line["timing"]["speed_high"]
     assert len(found["summary"]) == 10
+
+
+def test_what_was_measured_is_shown_where_no_page_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    monkeypatch.setenv("SAPWOOD_RUNS", str(tmp_path / "runs"))
+    text = run("--matmul", "64x32", "--batch", 1, "--sparsity", 0.9, "--device", "cpu")
+    assert "what the others are compared with" in text and "A page" not in text
 
 
 def test_matmul_in_words() -> None:
@@ -435,6 +444,7 @@ BAD = {
     "all channels": (("tests.test_bench:net", "--input", "1x16", "--device", "cpu", "--channels", "1"), "--channels"),
     "inputs that do not fit": (("tests.test_bench:net", "--input", "1x3", "--device", "cpu"), "a forward on 1x3"),
     "weights too large": (("--matmul", "9999999x9999999", "--device", "cpu"), "fit into memory"),
+    "a page for the result": (("--matmul", "64x64", "-o", "bench.html"), "a file for JSON"),
     "no such model": (("tests.test_bench:nothing", "--input", "1x3", "--device", "cpu"), "MODEL"),
 }
 

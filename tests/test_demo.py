@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 
 def demo(*args: str) -> str:
@@ -25,6 +27,8 @@ def test_the_demo_tells_machines_what_happened() -> None:
     assert sparse["counts"]["nonzeros"] < 0.11 * dense["counts"]["params"]
     assert half["counts"]["flops"] < 0.3 * dense["counts"]["flops"]
     assert sparse["file_bytes"] < 0.2 * dense["file_bytes"] and sparse["timing"]["rounds"] >= 15
+    (page,) = Path(os.environ["SAPWOOD_RUNS"]).glob("demo-*/report.html")
+    assert 1e6 < page.stat().st_size < 3e6
 
 
 def test_a_wrong_number_of_seeds() -> None:

@@ -30,7 +30,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert type(space["again"]).__name__ == "ResNet"
 
 
-@pytest.mark.parametrize("name", ["training.md", "speed.md", "rules.md"])
+@pytest.mark.parametrize("name", ["training.md", "speed.md", "rules.md", "report.md"])
 def test_examples_of_the_docs_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def test_the_walk_through_works_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/walkthrough.md", "docs/training.md", "docs/speed.md", "docs/rules.md"]
+    "page", ["README.md", "docs/walkthrough.md", "docs/training.md", "docs/speed.md", "docs/rules.md", "docs/report.md"]
 )
 def test_linked_files_exist(page: str) -> None:
     text = (ROOT / page).read_text()

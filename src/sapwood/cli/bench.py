@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sapwood.cli.common import following, parse_fractions, show, subject, working
+from sapwood.cli.common import following, harmless, new_folder, page_beside, parse_fractions, show, subject, working
 from sapwood.errors import explain
 from sapwood.measurement.points import Bench, chosen_device
 from sapwood.pipeline.bench import bench_matmul, bench_model
 from sapwood.pipeline.models import FORMS
+from sapwood.reporting.page import PAGE
+from sapwood.reporting.sources import BENCH
 from sapwood.reporting.speed import note_words, row_words, skipped_words, speed_table, summary_words
 from sapwood.storage.atomic import write_text
 from sapwood.version import __version__
@@ -36,6 +39,10 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long each point is measured.")] = 1.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result as JSON to this file.")] = None,
+    page: Annotated[
+        bool,
+        typer.Option("--report/--no-report", help="Write a page beside the JSON; into runs/bench-TIME by default."),
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure which form of zeros pays here: dense, zeros, CSR, BSR, 2:4 and cut, taking turns."""
@@ -44,6 +51,8 @@ def bench(
         raise explain("a model, or --matmul ROWSxCOLS", got, "For example: sapwood bench --matmul 4096x4096", "bench")
     if matmul is not None and (inputs or dense or channels is not None):
         raise explain("--matmul alone", "--input, --model or --channels with it", "Those are for a model.", "bench")
+    if out is not None and page and out.suffix == ".html":
+        raise explain("a file for JSON, such as bench.json", str(out), "The page is written beside it.", "--out")
     shape = parse_matmul(matmul) if matmul is not None else None
     batches = parse_batches(batch or ("1,16,256" if shape else "1,8"))
     options: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend, "seconds": seconds}
@@ -61,9 +70,12 @@ def bench(
             assert shape is not None
             found = bench_matmul(*shape, batches, shares, **options)
     result = summary(found)
-    if out is not None:
-        write_text(out, json.dumps(result, indent=1, default=str) + "\n")
-    wrote = [f"Wrote {out}."] if out is not None else []
+    folder = new_folder("bench")
+    file = out or (folder / BENCH if page else None)
+    wrote: list[str] = []
+    shown = (out.with_suffix(".html") if out else folder / PAGE) if page else None
+    with contextlib.nullcontext() if out else harmless():  # unasked it is a gift, and takes no result with it
+        wrote += [] if file is None else _write(file, result, shown)
     show(
         result,
         as_json,
@@ -74,6 +86,13 @@ def bench(
         *note_words(found),
         *wrote,
     )
+
+
+def _write(file: Path, result: dict[str, Any], page: Path | None) -> list[str]:
+    """The JSON, the page beside it, and words about both."""
+    write_text(file, json.dumps(result, indent=1, default=str) + "\n")
+    shown = page_beside(page, file) if page is not None else None
+    return [f"Wrote {file}."] + ([f"A page to look at or to send: {shown}"] if shown else [])
 
 
 def summary(found: Bench) -> dict[str, Any]:

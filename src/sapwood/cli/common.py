@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import difflib
+import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +27,7 @@ from sapwood.measurement.counts import batch_of
 from sapwood.measurement.model_forms import placed, with_batch
 from sapwood.measurement.points import chosen_device, chosen_dtype
 from sapwood.pipeline.models import named_model, nearest
+from sapwood.reporting.page import write_page
 from sapwood.storage import factories
 from sapwood.storage.bundle import KEY, Bundle, make_inputs
 from sapwood.storage.loading import load, load_
@@ -230,3 +234,30 @@ def remark(text: str) -> None:
 
 def size_of(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
+
+
+def new_folder(name: str) -> Path:
+    """A folder for results, named by what and when: in runs, or where SAPWOOD_RUNS says."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    first = Path(os.environ.get("SAPWOOD_RUNS") or "runs") / f"{name}-{now}"
+    others = (first.with_name(f"{first.name}-{n}") for n in itertools.count(2))
+    return next(f for f in itertools.chain((first,), others) if not f.exists())
+
+
+@contextlib.contextmanager
+def harmless() -> Iterator[None]:
+    """What cannot be written is told; what was measured is shown all the same."""
+    try:
+        yield
+    except SapwoodError as error:
+        remark(str(error))
+
+
+def page_beside(path: Path, *sources: Path) -> Path | None:
+    """Write the page about results that are there; what goes wrong with it is told and takes nothing with it."""
+    try:
+        write_page(path, sources)
+        return path
+    except Exception as error:
+        remark(f"the page could not be written: {' '.join(str(error).split())[:300]}")
+        return None

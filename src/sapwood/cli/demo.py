@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,16 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sapwood.cli.common import show
+from sapwood.cli.common import harmless, new_folder, page_beside, show
 from sapwood.errors import explain
-from sapwood.pipeline.demo import EPOCHS, FRACTION, Row, run_demo
+from sapwood.pipeline.demo import BATCH, EPOCHS, FRACTION, Row, run_demo
 from sapwood.pipeline.figures import environment
+from sapwood.reporting.page import PAGE
 from sapwood.reporting.runs import claim, curve_table, percent
+from sapwood.storage.atomic import write_text
 from sapwood.types import Tell
 
 
 def demo(
     seeds: Annotated[int, typer.Option(help="How many seeds; mean and spread are told.")] = 3,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The folder; runs/demo-TIME by default.")] = None,
+    page: Annotated[bool, typer.Option("--report/--no-report", help="Write results.json and report.html.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Train a small CNN on handwritten digits, prune it in three ways, fine-tune, measure, compare."""
@@ -41,12 +48,36 @@ def demo(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as bars:
         rows = run_demo(range(seeds), _follow(bars))
+    results = _results(rows)
+    shown: Path | None = None
+    with contextlib.nullcontext() if out else harmless():
+        shown = _write(out or new_folder("demo"), results) if page else None
     if as_json:
-        about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        show({"rows": [dataclasses.asdict(r) for r in rows], "environment": about}, True, "")
+        brief = [{k: v for k, v in row.items() if k != "details"} for row in results["rows"]]
+        show({"rows": brief, "environment": results["environment"], "report": shown}, True, "")
         return
     curves = curve_table({r.name: r.curve for r in rows[1:]}, rows[0].recovered["mean"], seeds)
-    show({}, False, _table(rows, seeds), curves, _words(rows), f"Took {time.perf_counter() - start:.0f} s.")
+    wrote = [f"A page to look at or to send: {shown}"] if shown else []
+    took = f"Took {time.perf_counter() - start:.0f} s."
+    show({}, False, _table(rows, seeds), curves, _words(rows), *wrote, took)
+
+
+def _results(rows: list[Row]) -> dict[str, Any]:
+    """All that is known, as plain data."""
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "name": "demo",
+        "about": "A small CNN on scikit-learn's handwritten digits, pruned in three ways",
+        "epochs": EPOCHS,
+        "on": f"{where.type}, eager, a batch of {BATCH}",
+        "rows": [dataclasses.asdict(r) for r in rows],
+        "environment": environment(where),
+    }
+
+
+def _write(folder: Path, results: dict[str, Any]) -> Path | None:
+    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    return page_beside(folder / PAGE, folder)
 
 
 def _follow(bars: Progress) -> Tell:

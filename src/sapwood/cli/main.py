@@ -14,7 +14,9 @@ from sapwood.cli.inspect import inspect
 from sapwood.cli.mask import mask
 from sapwood.cli.plan import plan
 from sapwood.cli.recipes import recipes
+from sapwood.cli.report import report
 from sapwood.cli.run import run
+from sapwood.cli.sensitivity import sensitivity
 from sapwood.cli.staircase import staircase
 from sapwood.errors import SapwoodError
 from sapwood.version import __version__
@@ -30,6 +32,8 @@ app.command()(mask)
 app.command()(export)
 app.command()(bench)
 app.command()(staircase)
+app.command()(sensitivity)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)

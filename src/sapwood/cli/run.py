@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +10,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sapwood.cli.common import show
+from sapwood.cli.common import new_folder, page_beside, show
 from sapwood.errors import explain
 from sapwood.pipeline.recipe import read_recipe
 from sapwood.pipeline.run import Report, resume_run, start_run
+from sapwood.reporting.page import PAGE
 from sapwood.reporting.runs import claim, curve_table, run_table, wanted
+
+MEASURING = "measuring latency, layers and widths"
 
 
 def run(
@@ -23,6 +25,7 @@ def run(
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change a key: train.epochs=3.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; runs/NAME-TIME by default.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    page: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html into the folder.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Train, prune, recover and measure as a recipe says."""
@@ -34,8 +37,7 @@ def run(
     folder = resume or out
     if recipe is not None:
         chosen = read_recipe(recipe, changes or ())
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = folder or Path("runs") / f"{chosen.name}-{now}"
+        folder = folder or new_folder(chosen.name)
     assert folder is not None
     quiet = as_json or not sys.stderr.isatty()
     try:
@@ -45,7 +47,8 @@ def run(
     except KeyboardInterrupt:
         print(f"\nsapwood: stopped. Go on with: sapwood run --resume {folder}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _show(results, folder, as_json)
+    shown = page_beside(folder / PAGE, folder) if page else None
+    _show(results, folder, shown, as_json)
 
 
 def _bars(quiet: bool) -> Progress:
@@ -65,6 +68,10 @@ def _follow(bars: Progress, console: Console, quiet: bool) -> Report:
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=event["total"])
             bars.update(tasks[name], completed=event["step"])
+        elif kind in ("measure", "done"):
+            if MEASURING not in tasks:
+                tasks[MEASURING] = bars.add_task(MEASURING, total=1)
+            bars.update(tasks[MEASURING], completed=int(kind == "done"))
         elif kind == "trained" and not quiet:
             bars.console.print(f"seed {event['seed']}: dense {100 * event['dense']['test']:.1f}% on test data")
         elif kind == "point" and not quiet and event["test"] is not None:
@@ -74,7 +81,7 @@ def _follow(bars: Progress, console: Console, quiet: bool) -> Report:
     return report
 
 
-def _show(results: dict[str, Any], folder: Path, as_json: bool) -> None:
+def _show(results: dict[str, Any], folder: Path, page: Path | None, as_json: bool) -> None:
     summary, measured = results["summary"], results["measured"]
     names = [wanted(s["prune"]) for s in results["seeds"][0]["steps"]]
     curves = {n: s["curve"] for n, s in zip(names, summary["steps"], strict=True)}
@@ -91,5 +98,7 @@ def _show(results: dict[str, Any], folder: Path, as_json: bool) -> None:
     words.append(
         f"Everything is in {folder}: results.json, events.jsonl, recipe.yaml, a bundle per seed (seed-*/pruned)."
     )
+    if page is not None:
+        words.append(f"A page to look at or to send: {page}")
     curve = curve_table(curves, summary["dense"]["mean"], summary["seeds"])
     show({**results, "folder": str(folder)}, as_json, run_table(results), curve, *words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from sapwood.measurement import take_turns
+from sapwood.measurement import Timing, take_turns
 from sapwood.pipeline.data import Data
 from sapwood.scoring.data import inputs_of
 from sapwood.version import __version__
@@ -42,26 +42,40 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     return {"seeds": len(seeds), "dense": over([s["dense"]["test"] for s in seeds]), "steps": steps}
 
 
-def measured(dense: nn.Module, pruned: nn.Module, data: Data, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Latency of the last seed's models, taking turns, and the sizes of their files."""
-    models = {"dense": dense.to(device).eval(), "pruned": pruned.to(device).eval()}
-    example = send_to_device(inputs_of(next(iter(data.test))), device)
+def batch_for(data: Data, device: torch.device) -> Any:
+    """The inputs that latency is measured with: the first batch of the test data."""
+    return send_to_device(inputs_of(next(iter(data.test))), device)
+
+
+def measured(
+    dense: nn.Module, pruned: Mapping[int, nn.Module], data: Data, folder: Path, device: torch.device
+) -> dict[str, Any]:
+    """Latency of every seed's pruned model and of the last seed's dense one, all taking turns; the last one's files."""
+    models = {"dense": dense.to(device).eval(), **{str(seed): m.to(device).eval() for seed, m in pruned.items()}}
+    example = batch_for(data, device)
     size = len(next(iter(example.values())) if isinstance(example, dict) else example)
 
     def call(model: nn.Module) -> Callable[[], object]:
         return lambda: model(**example) if isinstance(example, dict) else model(example)
 
     with torch.inference_mode():
-        times = take_turns({n: call(m) for n, m in models.items()}, seconds=1.0)
+        times = take_turns({n: call(m) for n, m in models.items()}, seconds=min(4.0, float(len(pruned))))
+    *_, last = times.values()
     return {
-        "latency_ms": {n: {"median": t.median_ms, "spread": t.spread_ms, "rounds": t.rounds} for n, t in times.items()},
-        "speedup": times["pruned"].speed,
+        "latency_ms": {"dense": latency(times["dense"]), "pruned": latency(last)},
+        "speedup": last.speed,
+        "speed_interval": [last.speed_low, last.speed_high],
+        "seeds": {n: {**latency(t), "speedup": t.speed} for n, t in times.items() if n != "dense"},
         "on": f"{device.type}, eager, a batch of {size}",
         "file_bytes": {
             "dense": (folder / "dense.safetensors").stat().st_size,
             "pruned": (folder / "pruned" / "model.safetensors").stat().st_size,
         },
     }
+
+
+def latency(timing: Timing) -> dict[str, float]:
+    return {"median": timing.median_ms, "spread": timing.spread_ms, "rounds": timing.rounds}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -168,6 +168,11 @@ class Recipe:
             repeatable=True,
         )
 
+    def score(self) -> str:
+        """What ranks channels or, where none are cut, weights."""
+        cuts = [p for p in self.prune if not p.step().is_mask]
+        return (cuts[0].score or "l1") if cuts else (self.prune[0].score or "magnitude")
+
     def digest(self) -> str:
         """Tells one recipe from another."""
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]

@@ -22,12 +22,14 @@ from accelerate.utils import send_to_device
 from safetensors.torch import load_file
 from torch import nn
 
+from sapwood.capture.isolation import undisturbed
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
 from sapwood.pipeline.data import Data, load_data
-from sapwood.pipeline.figures import environment, measured, summary
+from sapwood.pipeline.details import DETAILS, LOOKS, details_of
+from sapwood.pipeline.figures import batch_for, environment, measured, summary
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
 from sapwood.pipeline.shrink import EMPTY, Pruner, Step, phases_of
@@ -79,11 +81,17 @@ def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
         done = [_Seed(recipe, data, folder / f"seed-{seed}", seed, log).run() for seed in recipe.seeds]
         results = {
             "name": recipe.name,
-            "seeds": [figures for figures, _, _ in done],
-            "summary": summary([figures for figures, _, _ in done]),
+            "seeds": [figures for figures, *_ in done],
+            "summary": summary([figures for figures, *_ in done]),
         }
-        _, dense, pruned = done[-1]
-        results["measured"] = measured(dense, pruned, data, folder / f"seed-{recipe.seeds[-1]}", _device(recipe))
+        log({"event": "measure"})
+        _, dense, pruned, plan = done[-1]
+        others = {seed: model for seed, (_, _, model, _) in zip(recipe.seeds, done, strict=True)}
+        results["measured"] = measured(dense, others, data, folder / f"seed-{recipe.seeds[-1]}", _device(recipe))
+        batch = batch_for(data, _device(recipe))
+        details = details_of(dense, pruned, plan, recipe.score(), send_to_device(data.example, _device(recipe)), batch)
+        with contextlib.suppress(SapwoodError):  # the page has less to show; the run goes on
+            write_text(folder / DETAILS, json.dumps({"seed": recipe.seeds[-1], **details}))
         results["environment"] = environment(_device(recipe))
         log({"event": "done", "summary": results["summary"]})
         write_text(folder / RESULTS, json.dumps(results, indent=1))
@@ -98,8 +106,8 @@ class _Seed:
         self.log, self.checkpoint = log, folder / "checkpoint.safetensors"
         self.device = _device(recipe)
 
-    def run(self) -> tuple[dict[str, Any], nn.Module, nn.Module]:
-        """The figures, the dense model and the pruned one."""
+    def run(self) -> tuple[dict[str, Any], nn.Module, nn.Module, Plan]:
+        """The figures, the dense model, the pruned one and the plan of its cut."""
         found = self._found()
         if found is not None:
             self.log({"event": "resume", "seed": self.seed, "stage": found.stage})
@@ -116,7 +124,7 @@ class _Seed:
             figures = {**figures, "steps": [*figures["steps"], step]}
             self._save(f"step-{index + 1}", model, plan, figures)
             self.log({"event": "recovered", "seed": self.seed, "step": index, **step["recovered"]})
-        return figures, dense, self._keep(model, plan)
+        return figures, dense, self._keep(model, plan), plan
 
     def _found(self) -> Checkpoint | None:
         """The checkpoint, if it is one of this recipe."""
@@ -136,7 +144,8 @@ class _Seed:
             self._load(model, Path(part.weights))
         else:
             loop = Loop(model.to(self.device), self.data.train, self.recipe.training(self.seed), loss=self.data.loss)
-            session = Session(loop, [Phase(steps_for(part.epochs, loop))], part.epochs, marks=())
+            phases = [Phase(steps_for(part.epochs, loop))]
+            session = Session(loop, phases, part.epochs, self._look("validation"), LOOKS, test=self._look("test"))
             self._go(session, "train", found, EMPTY, {})
             model = loop.finish()
         model.to(self.device)
@@ -277,6 +286,15 @@ class _Seed:
 
     def _scores(self, model: nn.Module) -> dict[str, float]:
         return {on: self.data.score(model, on) for on in ("validation", "test")}
+
+    def _look(self, on: str) -> Callable[[nn.Module], float]:
+        """How good a model is in the middle of its training, which goes on as if nobody had looked."""
+
+        def look(model: nn.Module) -> float:
+            with undisturbed():
+                return self.data.score(model, on)
+
+        return look
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.seed)

@@ -83,7 +83,7 @@ def staircase(
         if not stairs:
             stairs.append(Stair(1.0, 1.0, times["dense"]))
         kept = left["channels"] / left["dense_channels"]
-        stairs.append(Stair(kept, left["flops"] / left["dense_flops"], times["cut"], _cliff(stairs, times["cut"])))
+        stairs.append(Stair(kept, left["flops"] / left["dense_flops"], times["cut"], cliff_of(stairs, times["cut"])))
         notes += [n for n in small.notes if "failed" in n and n not in notes]
     say("done", len(shares) + 1, len(shares) + 1)
     return Staircase(tuple(stairs), dense.form, batch_of(call), describe(device), tuple(notes))
@@ -94,7 +94,7 @@ def _turns(forms: dict[str, Deployed], call: Any, seconds: float, device: torch.
         return take_turns({n: f.runner_for(call).call for n, f in forms.items()}, seconds, device=device, lead=1)
 
 
-def _cliff(wider: Sequence[Stair], timing: Timing) -> str:
+def cliff_of(wider: Sequence[Stair], timing: Timing) -> str:
     """The fastest wider model, where it is faster for sure."""
     best = max(wider, key=lambda s: s.timing.speed)
     if timing.speed_high * CLIFF > best.timing.speed:
