@@ -868,3 +868,52 @@ class hands_back_its_cache(nn.Module):
         cache.keys.append(k)
         mixed = (q @ k.transpose(-1, -2) / 3).softmax(-1) @ self.v(x).view(shape).transpose(1, 2)
         return {"logits": self.head(mixed.transpose(1, 2).flatten(2)), "cache": cache}
+
+
+@case(tokens())
+class multi_query_attention(nn.Module):
+    """Queries, one key and one value from one layer, taken apart by position: heads stay, their width goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim = 4, 8
+        self.embed, self.qkv = nn.Linear(16, 24), nn.Linear(24, 48, bias=False)
+        self.out, self.head = nn.Linear(32, 24), nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        parts = self.qkv(x).view(*x.shape[:2], self.heads + 2, self.head_dim).transpose(1, 2)
+        q, k, v = parts[:, :-2], parts[:, [-2]], parts[:, [-1]]
+        mixed = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
+        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+@case(image())
+class split_attention(nn.Module):
+    """A softmax over two branches: the branches stay, their channels go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.radix = 2
+        self.a, self.b = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(12, 24, 3, padding=1, groups=2)
+        self.squeeze, self.excite, self.head = nn.Conv2d(12, 8, 1), nn.Conv2d(8, 24, 1), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.b(F.relu(self.a(x))))
+        batch, channels, height, width = x.shape
+        parts = x.reshape(batch, self.radix, channels // self.radix, height, width)
+        gate = self.excite(F.relu(self.squeeze(parts.sum(1).mean((2, 3), keepdim=True))))
+        gate = gate.view(batch, self.radix, -1)
+        gate = gate.softmax(1) if self.radix > 1 else gate.sigmoid()
+        return self.head((parts * gate[..., None, None]).sum(1).mean((2, 3)))
+
+
+@case(tokens())
+class recurrent_in_layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 8, num_layers=2, bidirectional=True, dropout=0.5)
+        self.rnn, self.head = nn.RNN(16, 8, nonlinearity="relu"), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(self.gru(x)[0])[0])

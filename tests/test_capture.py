@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sapwood as sw
 from sapwood.capture.modes import plain_paths
 from sapwood.capture.registry import RULES, rule
+from sapwood.capture.run import as_call, watch
 from tests.helpers import build, outputs, same, snapshot
 from tests.nets import CASES, conv
 
@@ -146,3 +147,13 @@ def test_channels_that_only_meet_in_code_sizes_are_tied() -> None:
     done = sw.prune(model, inputs, sw.Budget(params=0.4))
     assert done.check.passed
     assert done.model.embed.weight.shape[0] == 4 * done.model.heads < 16
+
+
+def test_a_model_is_run_in_training_mode_only_if_it_asks() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Flatten(), nn.LazyLinear(4)).eval()
+    layers(torch.randn(2, 3, 8, 8))
+    plain, asking = (layers, torch.randn(2, 3, 8, 8)), build("auxiliary_head_in_training")
+    for (model, inputs), alike in ((plain, True), (asking, False)):
+        tracker = watch(model, as_call(inputs), data=True).tracker
+        assert tracker.alike is alike and tracker.trains
+    assert "training" not in vars(nn.Module)

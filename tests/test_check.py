@@ -9,6 +9,8 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.capture.registry import RULES, find_rule
+from sapwood.capture.run import as_call, watch
+from sapwood.surgery.reference import run_reference
 from tests.helpers import HALF, build, halve, outputs, same, snapshot
 from tests.nets import Pool, conv
 
@@ -48,6 +50,36 @@ def test_the_reference_accepts_other_inputs_and_leaves_the_model_alone() -> None
     reference = sw.masked_reference(model, done.plan)
     torch.testing.assert_close(outputs(reference, other)[0], outputs(done.model, other)[0], rtol=1e-4, atol=1e-5)
     assert same(model, before)
+
+
+@pytest.mark.parametrize("name", ["attention_by_hand", "group_norm", "recurrent"])
+def test_the_reference_is_the_same_when_the_model_has_to_be_followed_anew(name: str) -> None:
+    model, inputs = build(name)
+    plan, seen = halve(model, inputs).plan, watch(model, as_call(inputs), data=True)
+    assert seen.tracker.readings
+    first = run_reference(model, plan, as_call(inputs), seen)
+    seen.tracker.readings.clear()
+    torch.testing.assert_close(run_reference(model, plan, as_call(inputs), seen), first)
+
+
+class WritesToAWeight(nn.Module):
+    """Its own code clips a weight before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.weight.data.clamp_(-0.1, 0.1)
+        return self.b(F.relu(self.a(x)))
+
+
+def test_a_forward_that_writes_to_weights_writes_to_copies() -> None:
+    model, x = WritesToAWeight(), torch.randn(2, 8)
+    before = snapshot(model)
+    done = sw.prune(model, x, HALF)
+    assert done.check.status == "exact" and done.model.a.weight.shape == (8, 8) and same(model, before)
+    assert float(done.model.a.weight.detach().abs().max()) > 0.1
 
 
 def test_batch_statistics_are_never_updated() -> None:

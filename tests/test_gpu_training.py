@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
+from sapwood.recovery import TensorLoader, refit_, refresh_norms_
+from sapwood.recovery.graphs import GraphedStep
+from sapwood.recovery.loop import Loop, Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +78,12 @@ def test_the_same_zeros_as_on_the_cpu(options: dict[str, Any], dtype: torch.dtyp
         {"mixed_precision": "fp16"},
         {"accumulate": 2, "optimizer": "adamw", "lr": 0.003},
         {"compile": True},
+        {"graph": True},
+        {"graph": True, "mixed_precision": "bf16", "channels_last": True, "clip": 1.0},
+        {"graph": True, "optimizer": "adamw", "lr": 0.003},
+        {"graph": True, "mixed_precision": "bf16", "channels_last": True, "compile": True},
     ],
+    ids=str,
 )
 def test_recovery_on_the_gpu(switches: dict[str, Any]) -> None:
     loader, x, y = stripes()
@@ -141,3 +152,159 @@ def test_zeros_are_held_in_a_model_that_accelerate_shards(version: int, tmp_path
     env = {**os.environ, **ranks, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert "HELD" in done.stdout, done.stderr[-3000:]
+
+
+def narrow() -> nn.Module:
+    """With a 1x1 kernel, whose gradient cuDNN describes otherwise under channels_last."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1, bias=False),
+        nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 4),
+    )  # fmt: skip
+
+
+def losses(graph: bool, given: dict[str, Any], sparse: bool = False) -> tuple[list[float], nn.Module, bool]:
+    """The loss of every step, the model, and whether a graph was at work."""
+    _, x, y = stripes(272)
+    model = narrow()
+    if sparse:
+        model = sw.mask(model, sw.Budget(sparsity=0.7))
+    loader = TensorLoader(x.cuda(), y.cuda(), 32, pad=1)  # 9 batches, the last one smaller
+    teacher = narrow() if given.get("teacher") else None
+    settings = Settings(lr=0.02, graph=graph, fused=True, **{k: v for k, v in given.items() if k != "teacher"})
+    loop = Loop(model, loader, settings, teacher=teacher)
+    found, captured = [], False
+    for number in range(3):
+        for event in loop.epoch(number, len(found), 27):
+            found += [float(v) for v in event["losses"]]
+            captured = captured or (loop.graphed is not None and loop.graphed.captured)
+    return found, loop.finish(), captured
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"teacher": True},
+        {"clip": 0.5, "weight_decay": 0.01},
+        {"optimizer": "adamw"},
+        {"mixed_precision": "bf16", "channels_last": True, "teacher": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_graph_trains_as_the_steps_do(given: dict[str, Any], sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the two may choose different kernels
+    eager, one, without = losses(False, given, sparse)
+    replayed, two, captured = losses(True, given, sparse)
+    assert captured and not without and len(eager) == len(replayed) == 27
+    close = {"rtol": 5e-2, "atol": 5e-2} if "mixed_precision" in given else {"rtol": 5e-3, "atol": 1e-3}
+    assert torch.allclose(torch.tensor(eager), torch.tensor(replayed), **close)
+    for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+        assert a.shape == b.shape
+        if sparse and a.dim() > 1:
+            assert torch.equal(a == 0, b == 0)
+    assert one[1].num_batches_tracked == two[1].num_batches_tracked == 27  # captured steps ran, captures did not
+
+
+def test_more_zeros_without_a_new_capture() -> None:
+    _, x, y = stripes()
+    loop = Loop(
+        sw.mask(narrow(), sw.Budget(sparsity=0.3)), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True)
+    )
+    for _ in loop.epoch(0, 0, 16):
+        pass
+    graph = loop.graphed
+    assert graph is not None and graph.captured
+    sw.mask_(loop.plain, sw.Budget(sparsity=0.8))
+    zeros = sw.sparsity(loop.plain).zeros
+    loop.rehold()
+    for _ in loop.epoch(1, 8, 16):
+        pass
+    assert loop.graphed is graph and graph.captured and sw.sparsity(loop.finish()).zeros == zeros
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"budget": sw.Budget(channels=0.5), "fade": 0.5},
+        {"budget": sw.Budget(channels=0.5), "schedule": "cubic", "rounds": 3},
+        {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 4},
+        {"pattern": "2:4"},
+    ],
+    ids=str,
+)
+def test_schedules_under_a_graph(what: dict[str, Any]) -> None:
+    loader, x, y = stripes()
+    model = net()
+    sw.recover(model, loader, lr=0.02, epochs=4)
+    fast = {"graph": True, "mixed_precision": "bf16", "channels_last": True}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*graph=True.*")
+        done = sw.prune_and_recover(
+            model, x[:2].cuda(), TensorLoader(x.cuda(), y.cuda(), 32), lr=0.02, epochs=6, distill=True,
+            mend=[(x.cuda(), y.cuda())], validate=lambda m: accuracy(m, x, y), **what, **fast,
+        )  # fmt: skip
+    assert done.metric is not None and done.metric > 0.9
+
+
+def test_a_step_that_looks_at_values_goes_on_without_a_graph() -> None:
+    _, x, y = stripes()
+
+    def looking(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss * 2 if loss.item() > 100 else loss
+
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        done = sw.recover(
+            narrow(), TensorLoader(x.cuda(), y.cuda(), 32), lr=0.02, epochs=4, graph=True, loss=looking,
+            validate=lambda m: accuracy(m, x, y),
+        )  # fmt: skip
+    assert done.metric is not None and done.metric > 0.5
+
+
+def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
+    loader, _, _ = stripes()
+    with pytest.raises(sw.SapwoodError, match="can be captured"):
+        sw.recover(narrow(), loader, lr=0.1, epochs=1, graph=True, optimizer=lambda g, lr: torch.optim.RMSprop(g, lr))
+
+
+def test_mending_on_the_gpu_is_what_it_is_on_the_cpu() -> None:
+    _, x, y = stripes()
+    model = net().eval()
+    plan = sw.make_plan(model, x[:2], sw.Budget(channels=0.5))
+    here = refresh_norms_(refit_(sw.cut(model, plan), model, plan, [(x, y)]), [(x, y)])
+    there = copy.deepcopy(model).cuda()
+    moved = refresh_norms_(refit_(sw.cut(there, plan), there, plan, [(x, y)]), [(x, y)])
+    for a, b in zip(here.state_dict().values(), moved.state_dict().values(), strict=True):
+        assert torch.allclose(a.float(), b.cpu().float(), rtol=1e-2, atol=1e-3)
+
+
+def test_replaying_is_faster_than_launching() -> None:
+    _, x, y = stripes(2048)
+    layers = [
+        m for _ in range(20) for m in (nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+    ]
+    took = {}
+    for graph in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 16, 1), *copy.deepcopy(layers), nn.Flatten(), nn.Linear(1024, 4))
+        loader, times = TensorLoader(x.cuda(), y.cuda(), 32), []
+
+        def note(step: int, total: int, times: list[float] = times) -> None:
+            if step % 64 == 0:
+                torch.cuda.synchronize()
+                times.append(time.perf_counter())
+
+        sw.recover(model, loader, lr=0.01, epochs=3, graph=graph, mixed_precision="bf16", on_step=note)
+        took[graph] = times[-1] - times[-2]
+    assert took[True] < 0.7 * took[False]
+
+
+def test_a_graph_is_dropped_with_its_loop() -> None:
+    _, x, y = stripes()
+    loop = Loop(narrow(), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True))
+    assert isinstance(loop.graphed, GraphedStep)
+    for _ in loop.epoch(0, 0, 8):
+        pass
+    assert loop.finish()[0].weight.grad is None and loop.graphed is None

@@ -11,7 +11,6 @@ from tests.nets import CASES
 # Nets where something must stay whole: at most this fraction of the parameters is left.
 LEFT = {
     "transformer_encoder": 0.80,  # its width is the input's, so the heads cannot go
-    "recurrent": 0.85,  # the LSTM is frozen
     "dataclass_output": 0.65,  # the hidden state is an output
     "data_dependent_control_flow": 0.65,  # one branch is never taken
     "size_as_factor": 0.80,
@@ -78,6 +77,29 @@ def test_head_width_is_made_up_for_in_the_queries() -> None:
     kept = list(done.plan.keep["q.weight"][0])
     torch.testing.assert_close(done.model.q.weight, model.q.weight[kept] * 0.5**0.5)
     torch.testing.assert_close(done.model.k.weight, model.k.weight[kept])
+
+
+def test_only_the_queries_of_a_fused_layer_are_rescaled() -> None:
+    model, inputs = build("multi_query_attention")
+    done = halve(model, inputs)
+    assert (done.model.heads, done.model.head_dim) == (4, 4)
+    (scale,) = done.plan.scales["qkv.weight"]
+    assert scale.positions == tuple(range(32))
+
+
+def test_channels_go_rather_than_branches_of_a_softmax() -> None:
+    model, inputs = build("split_attention")
+    small = halve(model, inputs).model
+    assert small.radix == 2 and small.b.weight.shape == (12, 3, 3, 3) and small.head.in_features == 6
+
+
+def test_recurrent_layers_lose_hidden_width() -> None:
+    model, inputs = build("recurrent_in_layers")
+    small = halve(model, inputs).model
+    assert (small.gru.hidden_size, small.rnn.input_size, small.rnn.hidden_size) == (4, 8, 4)
+    assert small.gru.weight_ih_l1_reverse.shape == (12, 8)
+    small.train()(inputs).sum().backward()
+    assert small.gru.weight_hh_l0.grad is not None
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.storage.bundle import Bundle, make_inputs
+from sapwood.storage.bundle import Bundle
+from sapwood.storage.examples import make_inputs
 from sapwood.storage.record import read_record
 from sapwood.storage.replay import cut_file, read_plan
 from sapwood.storage.tensors import open_file
@@ -108,6 +109,12 @@ def overflowing_shape(bundle: Path) -> None:
     assemble(weights(bundle), header, data)
 
 
+def overflowing_shape_of_nothing(bundle: Path) -> None:
+    header, data = parts(weights(bundle))
+    header["0.empty"] = {"dtype": "F32", "shape": [2**47, 2**47, 0], "data_offsets": [0, 0]}
+    assemble(weights(bundle), header, data)
+
+
 def nested_header(bundle: Path) -> None:
     assemble(weights(bundle), b"[" * 100_000, b"")
 
@@ -147,6 +154,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "path traversal": (traversal, "evil"),
     "overlapping tensors": (overlap, "overlaps"),
     "overflowing shape": (overflowing_shape, "bytes for '0.weight'"),
+    "overflowing shape of nothing": (overflowing_shape_of_nothing, "offsets for '0.empty'"),
     "nested header": (nested_header, "header"),
     "bytes at the end": (extra_bytes, "fill its"),
     "no plan": (no_plan, "metadata"),

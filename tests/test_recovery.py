@@ -14,7 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
+from sapwood.pipeline import keeping
+from sapwood.recovery import TensorLoader, refit_, refresh_norms_
+from sapwood.recovery import loop as loop_module
 from sapwood.recovery.distillation import distance
+from sapwood.recovery.graphs import GraphedStep, _copied
+from sapwood.recovery.layout import align_gradients, align_state, aligned
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule
 from sapwood.surgery.compose import compose
@@ -188,6 +193,7 @@ def test_distance_is_zero_between_equals_and_scales_with_temperature() -> None:
 
 
 def test_rates() -> None:
+    assert Rate(anneal="none", warmup=0.0).at(0.9) == 1.0
     rewind = Rate(warmup=0.1)
     assert [rewind.at(p) for p in (0, 0.05, 0.1, 0.55, 1.0)] == pytest.approx([0, 0.5, 1, 0.5, 0])
     assert Rate(anneal="cosine", warmup=0.0).at(0.5) == pytest.approx(0.5)
@@ -206,6 +212,7 @@ def test_schedules() -> None:
     cubic = Schedule("cubic", 4).kept(0.2)
     assert cubic == pytest.approx([1 - 0.8 * (1 - (1 - t) ** 3) for t in (0.25, 0.5, 0.75, 1)]) and cubic[-1] == 0.2
     assert Schedule("cubic", 4).moments(80) == [[0, 10, 20, 30]]
+    assert Schedule("cubic", 4, until=0.25).moments(80) == [[0, 5, 10, 15]]
     assert Schedule("iterative", 2).moments(80) == [[0], [0]]
 
 
@@ -311,3 +318,243 @@ def test_a_batch_of_nan_does_not_hide(trained: nn.Module) -> None:
     x, y = torch.full((8, 1, 8, 8), math.nan), torch.zeros(8, dtype=torch.long)
     done = sw.recover(copy.deepcopy(trained), [(x, y)], lr=0.05, epochs=1)
     assert done.curve[-1].loss is not None and math.isnan(done.curve[-1].loss)
+
+
+def test_channels_fade_out_before_they_are_cut(trained: nn.Module) -> None:
+    loader, x, y = blobs()
+    looked: list[float] = []
+
+    def look(model: nn.Module) -> float:
+        looked.append(accuracy(model, x, y))
+        return looked[-1]
+
+    done = sw.prune_and_recover(
+        trained, x[:2], loader, sw.Budget(channels=0.5), lr=0.02, fade=0.5, epochs=4, validate=look, distill=True,
+        warmup=0.0, anneal="none", marks=(),
+    )  # fmt: skip
+    assert sum(m.out_channels for m in done.model if isinstance(m, nn.Conv2d)) == 24
+    assert done.pruned is not None and done.pruned.epochs == 2.0 and done.pruned.metric == looked[0] > 0.9
+    assert done.metric is not None and done.metric > 0.95
+
+
+def test_what_has_faded_is_zero(trained: nn.Module) -> None:
+    from sapwood.recovery.loop import Loop, Settings
+
+    loader, x, _ = blobs()
+    plan = sw.make_plan(trained, x[:2], sw.Budget(channels=0.5))
+    loop = Loop(copy.deepcopy(trained), loader, Settings(lr=0.02))
+    loop.fade(plan, 5)
+    for number, _ in enumerate(loop.epoch(0, 0, 5)):
+        small = sw.cut(loop.plain, plan).eval()
+        off = (small(x[:8]) - loop.plain.eval()(x[:8])).abs().max()
+        assert (off < 1e-5) == (number == 4)  # the cut changes nothing any more
+
+
+def test_fading_is_for_channels_that_are_cut_once(trained: nn.Module) -> None:
+    loader, x, _ = blobs()
+    for options in ({"budget": sw.Budget(sparsity=0.5)}, {"budget": sw.Budget(channels=0.5), "fade": 1.5}):
+        with pytest.raises(sw.SapwoodError, match="fade"):
+            sw.prune_and_recover(trained, x[:2], loader, lr=0.02, epochs=1, **{"fade": 0.5, **options})
+
+
+def twins() -> nn.Sequential:
+    """The upper half of the channels is twice the lower half: nothing is lost with it."""
+    model = net(3).eval()
+    with torch.no_grad():
+        model[0].weight[8:] = model[0].weight[:8]
+        model[1].weight[8:] = 2 * model[1].weight[:8]
+        model[1].bias[:8] = torch.linspace(-0.2, 0.5, 8)
+        model[1].bias[8:] = 2 * model[1].bias[:8]
+    return model  # type: ignore[return-value]
+
+
+def test_what_reads_a_removed_channel_learns_it_from_the_others() -> None:
+    model, (_, x, _) = twins(), blobs()
+    half = {"0.weight": {0: tuple(range(8))}, "3.weight": {1: tuple(range(8))}}
+    half |= {f"1.{n}": {0: tuple(range(8))} for n in ("weight", "bias", "running_mean", "running_var")}
+    attributes = {"0.out_channels": 8, "1.num_features": 8, "3.in_channels": 8}
+    plan = sw.Plan(half, attributes, {n: tuple(t.shape) for n, t in model.state_dict().items() if n in half})
+    small = sw.cut(model, plan)
+    before = (small(x) - model(x)).abs().mean()
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        after = (refit_(small, model, plan, [x[:128], x[128:]])(x) - model(x)).abs().mean()
+    assert after < 0.02 * before
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items()) and not model.training
+    with pytest.raises(sw.SapwoodError, match="at least one batch"):
+        refit_(small, model, plan, [])
+
+
+def test_norms_are_taken_anew() -> None:
+    model, (_, x, _) = net(), blobs()
+    model.eval()
+    refresh_norms_(model, [x[:128], x[128:]])
+    inner = model[0](x)
+    assert torch.allclose(model[1].running_mean, inner.mean((0, 2, 3)), atol=1e-5)
+    assert torch.allclose(model[1].running_var, inner.var((0, 2, 3)), rtol=0.05)
+    assert not model.training and model[1].momentum == 0.1
+
+
+def test_a_mended_cut_starts_higher(trained: nn.Module) -> None:
+    loader, x, y = blobs()
+    given = {"lr": 0.001, "epochs": 1, "validate": lambda m: -nn.functional.cross_entropy(m.eval()(x), y).item()}
+    budget = sw.Budget(channels=0.25)
+    plain = sw.prune_and_recover(trained, x[:2], loader, budget, **given)
+    mended = sw.prune_and_recover(trained, x[:2], loader, budget, mend=[(x, y)], **given)
+    assert plain.pruned is not None and mended.pruned is not None
+    assert (mended.pruned.metric or -9) > (plain.pruned.metric or 0) + 0.05
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"budget": sw.Budget(channels=0.5), "fade": 0.6},
+        {"budget": sw.Budget(params=0.5), "schedule": "cubic", "rounds": 3},
+        {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 3},
+    ],
+    ids=str,
+)
+def test_a_killed_recovery_goes_on(
+    trained: nn.Module, what: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "APART", 0.0)
+    loader, x, _ = blobs()
+    given = {"lr": 0.02, "epochs": 4, "distill": True, **what}
+    whole = sw.prune_and_recover(trained, x[:2], loader, **given)
+    path = tmp_path / "there" / "checkpoint.safetensors"
+
+    class KilledError(Exception):
+        pass
+
+    def kill(step: int, total: int) -> None:
+        if step == 19:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, on_step=kill, **given)
+    assert path.exists()
+    with pytest.raises(sw.SapwoodError, match="other arguments"):
+        sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, **{**given, "lr": 0.01})
+    again = sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, **given)
+    assert not path.exists()
+    for a, b in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert whole.plan.keep == again.plan.keep and whole.curve == again.curve
+
+
+def test_images_on_the_device() -> None:
+    images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
+    labels = torch.tensor([7, 8])
+    (x, y), = TensorLoader(images, labels, 4, shuffle=False)  # fmt: skip
+    assert torch.equal(x * 255, images.float()) and torch.equal(y, labels)
+    (x, _), = TensorLoader(images.float(), labels, 4, mean=(1, 2, 3), std=(2, 2, 2), shuffle=False)  # fmt: skip
+    assert torch.equal(x, (images.float() - torch.tensor([1, 2, 3]).view(1, 3, 1, 1)) / 2)
+    many, numbers = torch.rand(50, 1, 8, 8), torch.arange(50)
+    loader = TensorLoader(many, numbers, 16, pad=2, flip=True, cutout=3)
+    torch.manual_seed(3)
+    first = list(loader)
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for p, q in zip(first, loader, strict=True) for a, b in zip(p, q, strict=True))
+    assert [len(y) for _, y in first] == [16, 16, 16, 2] and len(loader) == 4
+    assert sorted(torch.cat([y for _, y in first]).tolist()) == list(range(50))
+    assert len(list(TensorLoader(many, numbers, 16, drop_last=True))) == 3
+    shifted = {tuple(a.flatten().tolist()) for a in _shifts(many[0])}
+    for x, y in TensorLoader(many, numbers, 16, pad=1, flip=True):
+        for image, number in zip(x, y, strict=True):
+            if number == 0:
+                assert tuple(image.flatten().tolist()) in shifted
+    doubled = TensorLoader(many, numbers, 25, transform=lambda x, y: (2 * x, y), shuffle=False)
+    assert torch.equal(torch.cat([x for x, _ in doubled]), 2 * many)
+    with pytest.raises(sw.SapwoodError, match="on one device"):
+        TensorLoader(many, numbers[:3])
+
+
+def _shifts(image: torch.Tensor) -> Iterator[torch.Tensor]:
+    wide = nn.functional.pad(image[None], (1, 1, 1, 1), mode="reflect")[0]
+    for i in range(3):
+        for j in range(3):
+            yield wide[:, i : i + 8, j : j + 8]
+            yield wide[:, i : i + 8, j : j + 8].flip(-1)
+
+
+def test_strides_are_made_to_agree() -> None:
+    weight = nn.Parameter(torch.randn(8, 4, 1, 1))
+    odd = torch.randn(8, 4, 1, 1).as_strided((8, 4, 1, 1), (4, 1, 4, 4))
+    same = aligned(odd, weight)
+    assert same.stride() == weight.stride() and same.data_ptr() == odd.data_ptr() and torch.equal(same, odd)
+    last = torch.randn(8, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    kernel = nn.Parameter(torch.randn(8, 4, 3, 3))
+    moved = aligned(last, kernel)
+    assert moved.stride() == kernel.stride() and torch.equal(moved, last)
+    optimizer = torch.optim.SGD([weight, kernel], lr=0.1, momentum=0.9, fused=True)
+    weight.grad, kernel.grad = torch.ones_like(weight), torch.ones_like(kernel)
+    optimizer.step()
+    optimizer.state[kernel]["momentum_buffer"] = last
+    kernel.grad = None
+    kernel.grad = torch.ones_like(kernel)
+    align_gradients(optimizer)
+    align_state(optimizer)
+    assert optimizer.state[kernel]["momentum_buffer"].stride() == kernel.stride()
+
+
+def test_a_graph_without_a_gpu_is_left_out(trained: nn.Module) -> None:
+    loader, _, _ = blobs()
+    results = []
+    for switches in ({}, {"graph": True, "fused": True}):
+        model = copy.deepcopy(trained)
+        if switches:
+            with pytest.warns(UserWarning, match="graph=True needs one CUDA device"):
+                sw.recover(model, loader, lr=0.02, epochs=1, **switches)
+        else:
+            sw.recover(model, loader, lr=0.02, epochs=1)
+        results.append(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(results[0].values(), results[1].values(), strict=True))
+    with pytest.raises(sw.SapwoodError, match="graph"):
+        sw.recover(trained, loader, lr=0.02, epochs=1, graph=True, accumulate=2)
+
+
+class PlainGraph(GraphedStep):
+    """Stands in for a CUDA graph: to replay is to take the step again, on the inputs that were captured."""
+
+    captures = 0
+
+    def _eager(self, batch: Any) -> torch.Tensor:
+        return self.step(batch)
+
+    def _capture(self, batch: Any) -> bool:
+        PlainGraph.captures += 1
+        self._inputs, self._graph = _copied(batch), self  # type: ignore[assignment]
+        self._loss = torch.zeros(())
+        return True
+
+    def replay(self) -> None:
+        self._loss = self.step(self._inputs)
+
+
+@pytest.mark.parametrize(
+    ("what", "captures"),
+    [
+        ({"budget": sw.Budget(channels=0.5), "fade": 0.5}, 2),
+        ({"budget": sw.Budget(params=0.5), "schedule": "cubic", "rounds": 2}, 2),
+        ({"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 2}, 1),  # more zeros need no new capture
+        ({"pattern": "2:4"}, 1),
+    ],
+    ids=str,
+)
+def test_a_replayed_step_sees_rates_zeros_and_fading(
+    trained: nn.Module, what: dict[str, Any], captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, x, _ = blobs(240)  # the last batch is smaller
+    given = {"lr": 0.02, "epochs": 4, "distill": True, "warmup": 0.2, **what}
+    given["optimizer"] = lambda g, lr: torch.optim.SGD(g, lr, momentum=0.9, fused=True)
+    plain = sw.prune_and_recover(trained, x[:2], loader, **given)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(loop_module, "graphed", lambda step, optimizer, device, _: PlainGraph(step, optimizer, device))
+    monkeypatch.setattr(PlainGraph, "captures", 0)
+    replayed = sw.prune_and_recover(trained, x[:2], loader, graph=True, **given)
+    assert PlainGraph.captures == captures
+    assert [p.loss for p in plain.curve if p.loss] == pytest.approx(
+        [p.loss for p in replayed.curve if p.loss], rel=1e-4
+    )
+    for a, b in zip(plain.model.state_dict().values(), replayed.model.state_dict().values(), strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5)

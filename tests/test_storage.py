@@ -221,6 +221,21 @@ def test_packing_is_exact(size: int, zeros: float, dtype: torch.dtype, seed: int
     assert back.dtype == dtype and torch.equal(back.view(raw), tensor.view(raw))
 
 
+@pytest.mark.parametrize("zeros", [0.5, 0.9])
+def test_large_tensors_are_unpacked_in_pieces(zeros: float) -> None:
+    tensor = torch.randn(6_000_001)
+    tensor[torch.rand_like(tensor) < zeros] = 0
+    parts, how = pack("x", tensor)
+    assert how is not None and how["by"] == ("gaps" if zeros > 0.8 else "bitmap")
+    where, values, back = parts[f"x#{how['by']}"], parts["x#values"], torch.ones_like(tensor)
+    unpack_into(back, where, values, how["by"], "x")
+    assert equal_bits(back, tensor)
+    with pytest.raises(sw.SapwoodError, match="as many values"):
+        unpack_into(back, where, values[:-1], how["by"], "x")
+    with pytest.raises(sw.SapwoodError, match=r"as many values|a bitmap of"):
+        unpack_into(back[:-1000], where, values, how["by"], "x")  # the values go on after its end
+
+
 @given(st.sets(st.integers(0, 400), min_size=1))
 def test_ranges_round_trip(indices: set[int]) -> None:
     wanted = tuple(sorted(indices))

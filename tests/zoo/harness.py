@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +18,8 @@ from sapwood.capture.run import as_call, results_in
 from sapwood.measurement.counts import flop_counter
 
 LIMIT = 1e-4
+planner: Any = importlib.import_module("sapwood.pipeline.planner")
+pruning: Any = importlib.import_module("sapwood.pipeline.prune")
 
 
 @dataclass
@@ -95,19 +100,9 @@ def run_entry(name: str, build: Any, make_inputs: Any, count_flops: bool = True,
 
 
 def _fill_row(row: Row, model: nn.Module, inputs: Any, count_flops: bool) -> None:
-    clock = time.perf_counter
-    start = clock()
-    trace = sw.trace(model, inputs)
-    row.seconds_trace = clock() - start
-    start = clock()
-    plan = sw.make_plan(model, inputs, sw.Budget(channels=0.5), score="l1", allocate="uniform")
-    row.seconds_plan = clock() - start - row.seconds_trace  # make_plan traces, too
-    start = clock()
-    sw.cut(model, plan)
-    row.seconds_cut = clock() - start
-    start = clock()
-    done = sw.prune(model, inputs, sw.Budget(channels=0.5), score="l1", allocate="uniform")
-    row.seconds_check = clock() - start - row.seconds_trace - row.seconds_plan - row.seconds_cut
+    with _timed(row):
+        done = sw.prune(model, inputs, sw.Budget(channels=0.5), score="l1", allocate="uniform")
+    trace = done.trace
     row.status, row.max_error = done.check.status, done.check.max_error
     row.groups, row.left_whole = len(trace.groups), len(done.plan.notes)
     row.frozen = len(trace.frozen)
@@ -123,6 +118,39 @@ def _fill_row(row: Row, model: nn.Module, inputs: Any, count_flops: bool) -> Non
     if count_flops:
         row.gflops_before = flops_of(model, inputs)
         row.gflops_after = flops_of(done.model, inputs)
+
+
+_STAGES = {
+    "seconds_trace": ((planner, "watch"), (planner, "trace_of")),
+    "seconds_plan": ((planner, "score_groups"), (planner.Planner, "draft")),
+    "seconds_cut": ((pruning, "cut"),),
+    "seconds_check": ((pruning, "check_seen"), (planner.Planner, "trains")),
+}
+
+
+@contextlib.contextmanager
+def _timed(row: Row) -> Iterator[None]:
+    """Fill in the seconds that each stage of a call of ``prune`` takes."""
+
+    def timed(stage: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(row, stage, getattr(row, stage) + time.perf_counter() - start)
+
+        return run
+
+    places = [(stage, owner, name) for stage, parts in _STAGES.items() for owner, name in parts]
+    before = [getattr(owner, name) for _, owner, name in places]
+    try:
+        for (stage, owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, timed(stage, function))
+        yield
+    finally:
+        for (_, owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, function)
 
 
 def _run(model: nn.Module, inputs: Any) -> Any:

@@ -28,7 +28,7 @@ class RawCall:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))

@@ -8,7 +8,8 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from sapwood.capture.tracker import Grid, Tracker
+from sapwood.capture.facts import SOFTMAX, Grid
+from sapwood.capture.tracker import Tracker
 
 OTHER_SIDE = "it is one side of a grid whose other side is cut (heads, not head width)"
 ALL_TIED = "all of these channels depend on one another"
@@ -50,13 +51,16 @@ def _nodes(grids: list[Grid], label: np.ndarray) -> list[list[int]]:
     return [[next(numbers) for _ in grid.axes] for grid in grids]
 
 
-def _choose(grids: list[Grid], nodes: list[list[int]], unusable: set[int]) -> set[int]:
-    """Free nodes such that no grid has two: outer axes (heads) before inner ones (head width)."""
+def _choose(nodes: list[list[int]], unusable: set[int], shared: set[int]) -> set[int]:
+    """Free nodes such that no grid has two: outer axes (heads) before inner ones (head width).
+
+    Axes that a softmax runs over come last: their entries share out a whole.
+    """
     places: dict[int, list[int]] = {}
     for row in nodes:
         for place, node in enumerate(row):
             places.setdefault(node, []).append(place)
-    order = sorted(places, key=lambda n: (sum(places[n]) / len(places[n]), -len(places[n])))
+    order = sorted(places, key=lambda n: (n in shared, sum(places[n]) / len(places[n]), -len(places[n])))
     rivals: dict[int, set[int]] = {}
     for row in nodes:
         for node in row:
@@ -75,14 +79,14 @@ def find_classes(tracker: Tracker) -> Classes:
     label = _link_twins(tracker)
     pinned = _flags(label, [ids for ids, _ in tracker.pins])
     nodes = _nodes(grids, label)
-    unusable = {
-        node
-        for grid, row in zip(grids, nodes, strict=True)
-        for axis, node in zip(grid.axes, row, strict=True)
-        if pinned[label[axis]].all()
-    }
+    sides = [
+        (axis, node) for grid, row in zip(grids, nodes, strict=True) for axis, node in zip(grid.axes, row, strict=True)
+    ]
+    unusable = {node for axis, node in sides if pinned[label[axis]].all()}
+    softmax = _flags(label, [ids for ids, why in tracker.inexact if why == SOFTMAX])
+    shared = {node for axis, node in sides if softmax[label[axis]].any()}
     for _ in range(_MAX_ROUNDS):
-        free = _choose(grids, nodes, unusable)
+        free = _choose(nodes, unusable, shared)
         found = _resolve(tracker, nodes, free)
         collapsed = _collapsed(found, grids, nodes, free) - unusable
         if not collapsed:

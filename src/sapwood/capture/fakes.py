@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from sapwood.capture.isolation import scrub
+from sapwood.capture.isolation import forget_locals, scrub
 from sapwood.capture.skeleton import rebuild
 
 Result = TypeVar("Result")
@@ -45,6 +45,9 @@ def in_fake_mode(function: Callable[[FakeTensorMode], Result]) -> Result:
         with _silenced(), mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return function(mode)
+    except BaseException as error:
+        forget_locals(error)
+        raise
     finally:
         scrub(mode.alive)
 

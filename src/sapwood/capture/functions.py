@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sapwood.capture.facts import Ids, Rescale
 from sapwood.capture.registry import tensors
 from sapwood.capture.sizes import Expr, Op, TaggedInt, expr_of, strip
-from sapwood.capture.tracker import Ids, Rescale, Tracker
+from sapwood.capture.tracker import Tracker
 
 Handler = Callable[[Tracker, tuple[Any, ...], dict[str, Any], Any], None]
 HANDLERS: dict[str, Handler] = {}
@@ -215,15 +216,18 @@ def attention(tracker: Tracker, args: tuple[Any, ...], kwargs: dict[str, Any], o
         tracker.rescales.append(Rescale(tracker.vector(held), maker, tracker.where()))
 
 
+_GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "group_norm": 1, "channel_shuffle": 1}
+_GROUPS_AT |= {f"conv_transpose{n}d": 6 for n in (1, 2, 3)}
+"""Where functions take the number of groups."""
+
+
 def hints_from(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Provenance that operator rules themselves need: the number of groups."""
-    places = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "group_norm": 1, "channel_shuffle": 1}
-    places |= {f"conv_transpose{n}d": 6 for n in (1, 2, 3)}
-    if name not in places:
+    if name not in _GROUPS_AT:
         return {}
     found = kwargs.get("groups", kwargs.get("num_groups"))
-    if found is None and len(args) > places[name]:
-        found = args[places[name]]
+    if found is None and len(args) > _GROUPS_AT[name]:
+        found = args[_GROUPS_AT[name]]
     return {} if found is None else {"groups": expr_of(found)}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,11 +31,38 @@ def undisturbed() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Put off the search for garbage: with large libraries loaded it takes longer than what it would interrupt."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def reseed() -> None:
     """The same random numbers for each of two forwards that are to be compared."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 on GPUs while values are compared: it would hide small errors and look like some."""
+    places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)]
+    places = [p for p in places if hasattr(p, "fp32_precision")]
+    saved = [p.fp32_precision for p in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, value in zip(places, saved, strict=True):
+            place.fp32_precision = value
 
 
 def copied(inputs: Any) -> Any:
@@ -51,24 +79,33 @@ def scrub(alive: Callable[[], list[torch.Tensor]]) -> None:
     if not alive():
         return
     gc.collect()
-    for tensor in tuple(alive()):  # a tuple: lists that hold one are emptied of it
-        for holder in _holders(tensor):
-            if isinstance(holder, functools._lru_cache_wrapper):
-                holder.cache_clear()
-            elif isinstance(holder, dict):
-                for key in [k for k, v in holder.items() if _holds(v, tensor)]:
-                    del holder[key]
-            elif isinstance(holder, list):
-                holder[:] = [v for v in holder if not _holds(v, tensor)]
+    tensors = tuple(alive())  # a tuple: lists that hold one are emptied of it
+    theirs = {id(t) for t in tensors}
+
+    def holds(value: Any) -> bool:
+        return id(value) in theirs or (type(value) is tuple and any(id(v) in theirs for v in value))
+
+    for holder in _holders(tensors):
+        if isinstance(holder, functools._lru_cache_wrapper):
+            holder.cache_clear()
+        elif isinstance(holder, dict):
+            for key in [k for k, v in holder.items() if holds(v)]:
+                del holder[key]
+        elif isinstance(holder, list):
+            holder[:] = [v for v in holder if not holds(v)]
 
 
-def _holders(tensor: Any) -> list[Any]:
-    """What keeps a tensor alive, looking through tuples."""
-    found = []
-    for holder in gc.get_referrers(tensor):
-        found += gc.get_referrers(holder) if type(holder) is tuple else [holder]
-    return found
+def _holders(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    """What keeps tensors alive, looking through tuples."""
+    found = [h for h in gc.get_referrers(*tensors) if h is not tensors] if tensors else []
+    through = [h for h in found if type(h) is tuple]
+    return [h for h in found if type(h) is not tuple] + (gc.get_referrers(*through) if through else [])
 
 
-def _holds(value: Any, tensor: torch.Tensor) -> bool:
-    return value is tensor or (type(value) is tuple and any(v is tensor for v in value))
+def forget_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, through all of its causes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

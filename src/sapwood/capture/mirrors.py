@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sapwood.capture.skeleton import named_tensors
+from sapwood.capture.skeleton import named_parts, named_tensors
 
 _WEIGHTS = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
 _PLACES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -40,7 +40,9 @@ class Mirror:
 def find_mirrors(model: nn.Module) -> list[Mirror]:
     found = []
     first_name = {id(t): n for n, t in named_tensors(model).items()}  # tied weights have one name
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
+        if not any(attribute in vars(module) for attribute in _PLACES):
+            continue
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for attribute, (names, dim) in _PLACES.items():
             value = vars(module).get(attribute)

@@ -18,13 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sapwood.capture import rules  # noqa: F401  (fills the registry)
 from sapwood.capture.functions import HANDLERS, hints_from, sizes_of
-from sapwood.capture.registry import apply_rule
+from sapwood.capture.registry import apply_rule, note_writes
 from sapwood.capture.sizes import strip
 from sapwood.capture.tracker import Tracker
 
 _SHAPE = torch.Tensor.shape
 FUSED = {"scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")}
 """Functions that run as one kernel, and their arguments by position."""
+_aten = torch.ops.aten
+HEAVY = {_aten.convolution, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear}
+MUCH = 100_000
+"""Elements from which on it is quicker to find the shape of a product than the product."""
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_VALUES = {"tolist", "numpy", "__array__"}
+"""Functions that hand out values without calling an operator."""
 _SIZE_METHODS = {"size", "numel", "nelement", "__len__"}
 
 
@@ -38,9 +45,35 @@ class WatchOperators(TorchDispatchMode):
         self.tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        apply_rule(self.tracker, func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        note_writes(self.tracker, func, args, kwargs)
+        out = func(*args, **kwargs)
+        apply_rule(self.tracker, func, args, kwargs, out)
         return out
+
+
+class Hollow(TorchDispatchMode):
+    """Gives zeros of the right shape where there would be much to multiply, if nobody looks at the result."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if getattr(func, "_overloadpacket", None) not in HEAVY or sum(t.numel() for t in given) < MUCH:
+            return func(*args, **(kwargs or {}))
+        self.used = True
+        shapes = [_without_values(a) if isinstance(a, torch.Tensor) else a for a in args]
+        out = func(*shapes, **(kwargs or {}))
+        made = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=given[0].device)
+        return made.zero_()
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class WatchFunctions(TorchFunctionMode):
@@ -55,6 +88,8 @@ class WatchFunctions(TorchFunctionMode):
         if getattr(func, "__self__", None) is _SHAPE:
             return sizes_of(self.tracker, args[0], func(*args, **kwargs))
         name = getattr(func, "__name__", "")
+        if name in _VALUES:
+            self.tracker.swayed = self.tracker.swayed or self.tracker.noting
         if name in _SIZE_METHODS and args and isinstance(args[0], torch.Tensor):
             return self._size(name, args, kwargs)
         self.tracker.hints, before = hints_from(name, args, kwargs), len(self.tracker.calls)
@@ -82,6 +117,19 @@ class WatchFunctions(TorchFunctionMode):
         return total
 
 
+def _step_by_step(function: Any) -> Any:
+    """A recurrent layer that calls the operators of each step, rather than one for them all."""
+
+    def run(*args: Any) -> Any:
+        (enabled, *_) = torch.backends.mkldnn.set_flags(_enabled=False)
+        try:
+            return function(*args)
+        finally:
+            torch.backends.mkldnn.set_flags(_enabled=enabled)
+
+    return run
+
+
 @contextlib.contextmanager
 def plain_paths() -> Iterator[None]:
     """Switch off fused paths that hide operators, and let functional code run openly."""
@@ -89,14 +137,19 @@ def plain_paths() -> Iterator[None]:
     # a batch of one, in training mode, is no reason to stop a trace
     replaced = {**dict.fromkeys(names, lambda *_: False), "_verify_batch_size": lambda size: None}
     saved = {name: getattr(F, name) for name in replaced}
+    recurrent = {name: getattr(torch._VF, name) for name in RECURRENT}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         for name, function in replaced.items():
             setattr(F, name, function)
+        for name, function in recurrent.items():
+            setattr(torch._VF, name, _step_by_step(function))
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         for name, function in saved.items():
             setattr(F, name, function)
+        for name, function in recurrent.items():
+            setattr(torch._VF, name, function)
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -49,12 +49,18 @@ class OpCall:
 def operator_calls(calls: Sequence[RawCall], form: Callable[[int], Form]) -> tuple[OpCall, ...]:
     """Calls as they were noted, with a form for the number of every id vector."""
 
+    known: dict[RawSized, Sized] = {}
+
     def sized(raw: RawSized) -> Sized:
-        pairs = zip(raw.sizes, raw.vectors, strict=True)
-        return Sized(tuple(Form(n) if v is None else form(v) for n, v in pairs), raw.dtype, raw.order)
+        if raw not in known:
+            pairs = zip(raw.sizes, raw.vectors, strict=True)
+            known[raw] = Sized(tuple(Form(n) if v is None else form(v) for n, v in pairs), raw.dtype, raw.order)
+        return known[raw]
 
     def convert(value: Any) -> Any:
-        return pytree.tree_map_only(RawSized, sized, value)
+        if isinstance(value, RawSized):
+            return sized(value)
+        return type(value)(convert(v) for v in value) if type(value) in (list, tuple) else value
 
     return tuple(
         OpCall(c.name, c.op, tuple((k, convert(v)) for k, v in c.args), tuple(sized(r) for r in c.results))

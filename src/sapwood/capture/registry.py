@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from sapwood.capture.tracker import Ids, Tracker
+from sapwood.capture.facts import Ids
+from sapwood.capture.tracker import Tracker
 from sapwood.errors import SapwoodError
 
 Rule = Callable[["Call"], None]
@@ -87,6 +88,7 @@ def rule(*names: str, sums: Sequence[tuple[str, int]] = ()) -> Callable[[Rule], 
     return register
 
 
+@cache
 def short_name(op: torch._ops.OpOverload) -> str:
     """``aten::relu`` for relu, relu_ and all of their overloads."""
     name = op._schema.name
@@ -117,6 +119,18 @@ def _moves_nothing(op: torch._ops.OpOverload) -> bool:
 
 
 @cache
+def _tells_values(op: torch._ops.OpOverload) -> bool:
+    """Whether Python, or the size of the result, learns of values."""
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
+
+
+@cache
+def _written(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The arguments that an operator writes to."""
+    return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@cache
 def _parameters(op: torch._ops.OpOverload) -> tuple[tuple[str, Any], ...]:
     return tuple((a.name, a.default_value) for a in op._schema.arguments)
 
@@ -129,13 +143,31 @@ def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return bound
 
 
+def note_writes(tracker: Tracker, op: Any, args: Any, kwargs: Any) -> None:
+    """Before an operator runs: tell the tracker what it will write to."""
+    if not isinstance(op, torch._ops.OpOverload):  # it hides others, which may write anywhere
+        for tensor in tensors([*args, *kwargs.values()]):
+            tracker.note_write(tensor)
+    elif names := _written(op):
+        bound = bind(op, args, kwargs)
+        for tensor in tensors([bound[name] for name in names]):
+            tracker.note_write(tensor)
+
+
 def apply_rule(tracker: Tracker, op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
     """Run an operator's rule; freeze what reaches an operator that has none."""
     if not isinstance(op, torch._ops.OpOverload):  # a higher-order operator: it hides others
         _freeze(tracker, [*args, *kwargs.values()], f"the operator {op} has no rule")
+        tracker.swayed = True
         return
     call = Call(op, bind(op, args, kwargs), outputs, tracker)
     inputs = list(call.inputs())
+    if tracker.noting and _tells_values(op):
+        masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+        tracker.swayed = (
+            tracker.swayed or masks or not short_name(op).startswith(("aten::index", "aten::_unsafe_index"))
+        )
+    tracker.note_reading(op, inputs)
     _follow(call, inputs)
     if not _moves_nothing(op):
         tracker.note_call(op._schema.name, op, call.args, outputs)
@@ -146,11 +178,11 @@ def _follow(call: Call, inputs: list[torch.Tensor]) -> None:
     tracker, op, outputs = call.tracker, call.op, call.outputs
     for tensor in inputs:
         tracker.use(tensor)
-        if isinstance(tensor, torch.nn.Parameter) and tensor not in tracker.names:
-            tracker.foreign.add(f"{tuple(tensor.shape)} ({tracker.where()})")
         found = tracker.names.get(tensor)
         if found is not None:
             tracker.touched.add(found[0])
+        elif isinstance(tensor, torch.nn.Parameter):
+            tracker.foreign.add(f"{tuple(tensor.shape)} ({tracker.where()})")
     if inputs and all(t in tracker.constant for t in inputs):  # made of weights alone
         for out in tensors([outputs]):
             tracker.constant[out] = True

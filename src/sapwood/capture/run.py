@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sapwood.capture.classes import Classes, find_classes
+from sapwood.capture.facts import WritesToWeightsError
 from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
-from sapwood.capture.isolation import copied
-from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
-from sapwood.capture.skeleton import named_tensors, rebuild
+from sapwood.capture.isolation import copied, full_precision, reseed, uncollected
+from sapwood.capture.modes import Hollow, WatchFunctions, WatchOperators, plain_paths
+from sapwood.capture.skeleton import cloned, named_parts, named_tensors, sharing
 from sapwood.capture.tagging import tag_attributes
 from sapwood.capture.tracker import Tracker
+from sapwood.capture.training import questions
 from sapwood.errors import SapwoodError, explain
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -93,67 +98,139 @@ def is_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in named_tensors(model).values())
 
 
-def watch(model: nn.Module, inputs: Inputs) -> tuple[Tracker, str]:
-    """Trace on tensors without data where the model allows it, on real ones otherwise."""
+@dataclasses.dataclass
+class Seen:
+    """What was seen of a model: the facts, and whether on real tensors or on fake ones."""
 
-    def without_data(tags: bool) -> Tracker:
-        return in_fake_mode(lambda mode: _attempt(fake_model(mode, model), fake_inputs(mode, inputs), tags))
+    tracker: Tracker
+    mode: str
 
+    @functools.cached_property
+    def classes(self) -> Classes:
+        return find_classes(self.tracker)
+
+    def working_copy(self, model: nn.Module) -> nn.Module:
+        """A copy of the model (or of a cut one) that shares with it the parameters no forward writes to."""
+        return sharing(model, self.tracker.written)
+
+
+@uncollected()
+def watch(model: nn.Module, inputs: Inputs, data: bool = False) -> Seen:
+    """Trace on tensors without data where the model allows it, on real ones otherwise.
+
+    With ``data``, the other way round: where they will be needed anyway, which is quicker. Where the values decide what
+    happens, they are computed, too.
+    """
+    if data and not is_meta(model):
+        for hollow in (True, False):
+            with contextlib.suppress(SapwoodError):
+                found = _with_data(model, inputs, hollow)
+                if found.tracker.complete and not found.tracker.swayed:
+                    return found
     first: Tracker | None = None
     with contextlib.suppress(SapwoodError):
-        first = without_data(tags=True)
+        first = _without_data(model, inputs, tags=True)
         if first.complete or is_meta(model):
-            return first, "fake"
+            return Seen(first, "fake")
     if is_meta(model):
-        return without_data(tags=False), "fake"
+        return Seen(_without_data(model, inputs, tags=False), "fake")
     try:
-        found = _attempt(rebuild(model, lambda _, t: t.detach().clone()), copied(inputs), tags=True)
-        return (found, "real") if first is None or found.complete else (first, "fake")
+        found = _with_data(model, inputs)
+        return found if first is None or found.tracker.complete else Seen(first, "fake")
     except SapwoodError:
         if first is not None:
-            return first, "fake"
+            return Seen(first, "fake")
         with contextlib.suppress(SapwoodError):  # code that insists on plain ints: more is frozen, it works
-            return without_data(tags=False), "fake"
+            return Seen(_without_data(model, inputs, tags=False), "fake")
         raise
 
 
-def _attempt(model: nn.Module, inputs: Inputs, tags: bool) -> Tracker:
-    """One forward in evaluation mode, one in training mode (auxiliary heads, masks of a literal size)."""
-    tracker = Tracker({id(m): path for path, m in model.named_modules() if path})
+def _without_data(model: nn.Module, inputs: Inputs, tags: bool) -> Tracker:
+    def look(mode: FakeTensorMode) -> Tracker:
+        own, given, tracker = fake_model(mode, model), fake_inputs(mode, inputs), Tracker({}, with_tags=tags)
+        _evaluate(own, given, tracker)
+        _train(own, given, tracker)
+        return tracker
+
+    return in_fake_mode(look)
+
+
+def _with_data(model: nn.Module, inputs: Inputs, hollow: bool = False) -> Seen:
+    """On a copy that shares the parameters, if no forward wants to write to them."""
+    try:
+        return _look(sharing(model), inputs, Tracker({}, guarded=True), hollow)
+    except WritesToWeightsError:
+        return _look(cloned(model), inputs, Tracker({}), hollow)
+
+
+def _look(own: nn.Module, inputs: Inputs, tracker: Tracker, hollow: bool) -> Seen:
+    """Forwards without a result to look at may as well multiply nothing."""
+    reseed()
+    mode = Hollow()
+    with full_precision():
+        _evaluate(own, inputs, tracker, *([mode] if hollow else []))
+    tracker.swayed = tracker.swayed and mode.used  # by values that are not the model's own
+    _train(own, inputs, tracker, Hollow())
+    if not tracker.trains:
+        _train(own, inputs, tracker)
+    return Seen(tracker, "real")
+
+
+def _known(model: nn.Module, tracker: Tracker) -> nn.Module:
+    """Introduce a copy of the model to the tracker: its modules, tensors and ints."""
+    tracker.module_names.update({id(m): path for path, m in named_parts(model) if path})
     for name, tensor in named_tensors(model).items():
         tracker.register(name, tensor)
-    tracker.with_tags = tags
-    if tags:
+    if tracker.with_tags:
         tag_attributes(model, tracker)
-    result = forward(model.eval(), copied(inputs), tracker)
-    tracker.outputs = [tuple(t.shape) for t in results_in(model, result)]
-    if not tracker.outputs:
+    return model
+
+
+def _evaluate(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -> None:
+    """One forward in evaluation mode."""
+    with questions(model) as heard:
+        result = forward(_known(model, tracker).eval(), copied(inputs), tracker, *modes)
+    tracker.alike = not heard.asked
+    found = list(results_in(model, result))
+    tracker.outputs = [tuple(t.shape) for t in found]
+    if not found:
         got = type(result).__name__
         raise explain("outputs that contain tensors", got, "Return the tensors to compare.", "the model's output")
-    work, calls = list(tracker.work), list(tracker.calls)
-    try:
-        forward(model.train(), inputs, tracker)
+    tracker.noting = False
+
+
+def _train(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -> None:
+    """One forward in training mode (auxiliary heads, masks of a literal size), if it could be another one."""
+    if tracker.alike:
         tracker.trains = True
+        return
+    try:
+        forward(model.train(), copied(inputs), tracker, *modes)
+        tracker.trains = tracker.complete = True
     except SapwoodError:  # what it saw until then still counts
         parameters = {n for n, p in model.named_parameters()}
         tracker.complete = not (parameters - tracker.touched)
-    tracker.work, tracker.calls = work, calls
-    return tracker
 
 
-def forward(model: nn.Module, inputs: Inputs, tracker: Tracker) -> Any:
-    """One forward under the watch; the axes of the result are pinned."""
+def forward(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -> Any:
+    """One forward under the watch, and under other modes; the axes of the result are pinned."""
     args, kwargs = inputs
     try:
-        with torch.no_grad(), plain_paths(), WatchOperators(tracker), WatchFunctions(tracker):
+        with torch.no_grad(), plain_paths(), contextlib.ExitStack() as stack:
+            for mode in (*modes, WatchOperators(tracker), WatchFunctions(tracker)):
+                stack.enter_context(mode)
             result = model(*args, **kwargs)
     except Exception as error:
+        if tracker.refused:
+            raise WritesToWeightsError from error
         shapes = [tuple(t.shape) for t in tensors_in([args, kwargs])]
         raise SapwoodError(
             f"example_inputs: expected inputs that {type(model).__name__} accepts; its forward raised "
             f"{type(error).__name__}: {error} for inputs of shapes {shapes}. "
             "Check that model(*example_inputs) runs by itself."
         ) from error
+    if tracker.refused:  # and its own code has passed over that
+        raise WritesToWeightsError
     for tensor in results_in(model, result):
         tracker.use(tensor)
         for ids in tracker.ids(tensor):

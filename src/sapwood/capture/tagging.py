@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import types
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
 from sapwood.capture.sizes import Attr, TaggedInt
+from sapwood.capture.skeleton import named_parts
 from sapwood.capture.tracker import Tracker
+
+_NO_SIZES = frozenset((type(None), bool, float, str, set, OrderedDict, torch.dtype, types.FunctionType))
 
 
 def tag_attributes(model: nn.Module, tracker: Tracker) -> None:
     """Ints of modules, also in tuples, lists and dicts, and in configuration objects they hold."""
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
         if not isinstance(module, torch.jit.ScriptModule):
             _tag_object(module, path, tracker, seen, depth=0)
 
@@ -25,7 +30,7 @@ def _tag_object(owner: Any, path: str, tracker: Tracker, seen: set[int], depth: 
         return
     seen.add(id(owner))
     for name, value in list(vars(owner).items()):
-        if not isinstance(name, str):
+        if not isinstance(name, str) or type(value) in _NO_SIZES or (type(value) is dict and name.startswith("_")):
             continue
         where = f"{path}.{name}".lstrip(".")
         tagged = _tag(value, Attr(where), tracker)

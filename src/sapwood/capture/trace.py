@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from sapwood.capture.classes import ALL_TIED, Classes, find_classes
+from sapwood.capture.classes import ALL_TIED, Classes
 from sapwood.capture.forms import Form, System
-from sapwood.capture.isolation import undisturbed
+from sapwood.capture.isolation import uncollected, undisturbed
 from sapwood.capture.mirrors import Mirror, find_mirrors
 from sapwood.capture.operators import OpCall, operator_calls
 from sapwood.capture.rules.contraction import KERNEL
-from sapwood.capture.run import as_call, watch
+from sapwood.capture.run import Seen, as_call, watch
 from sapwood.capture.sizes import Attr, Expr, Width
 from sapwood.capture.skeleton import named_tensors, require_plain
 from sapwood.capture.tracker import Tracker, leaves
@@ -45,6 +46,20 @@ class Costs:
                 factor *= values[form]
             total += factor
         return total
+
+    def per_channel(self, kind: str, dense: Sequence[int]) -> list[int]:
+        """What is saved by one channel less, of each group."""
+        saved = [0] * len(dense)
+        values: dict[Form, int] = {}
+        for factor, forms in getattr(self, kind):
+            for form in forms:
+                if form not in values:
+                    values[form] = form.value(dense)
+            whole = factor * math.prod(values[f] for f in forms)
+            for group in {g for form in forms for g, _ in form.terms}:
+                less = factor * math.prod(values[f] - dict(f.terms).get(group, 0) for f in forms)
+                saved[group] += whole - less
+        return saved
 
 
 @dataclass(frozen=True)
@@ -87,12 +102,17 @@ class Trace:
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
     """Watch the model run once and find which channels belong together."""
     model = require_plain(model)
-    tracker, mode = watch(model, as_call(example_inputs))
-    parameters = {name for name, _ in model.named_parameters()}
+    return trace_of(model, watch(model, as_call(example_inputs)))
+
+
+@uncollected()
+def trace_of(model: nn.Module, seen: Seen) -> Trace:
+    """From what was seen of a model to its groups."""
+    parameters = set(named_tensors(model, ("_parameters",)))
     shapes = {name: tuple(t.shape) for name, t in named_tensors(model).items()}
-    builder = _Builder(tracker, find_classes(tracker), parameters, shapes)
+    builder = _Builder(seen.tracker, seen.classes, parameters, shapes)
     builder.mirrors = tuple(find_mirrors(model))
-    return builder.build(mode)
+    return builder.build(seen.mode)
 
 
 class _Builder:
@@ -105,6 +125,7 @@ class _Builder:
         self.parameters = parameters
         self.sites = [s for s, ids in tracker.coordinates.items() if len(ids) > 1]
         self.labels = [classes.label[tracker.coordinates[s]] for s in self.sites]
+        self.keys = [labels.tobytes() for labels in self.labels]  # most sites have the classes of many others
         self.equations: list[tuple[Expr, Expr, str]] = [
             (e.expr, Width(e.vector), e.where) for e in tracker.equations
         ] + list(tracker.equalities)
@@ -152,20 +173,23 @@ class _Builder:
             {leaf.vector for e in self.equations for x in e[:2] for leaf in leaves(x) if isinstance(leaf, Width)}
         )
         footprints = [*self.labels, *(self.classes.label[self.tracker.vectors[v]] for v in used)]
-        for labels in footprints:
-            weight = rng.integers(1, 2**63, dtype=np.uint64)
-            signature += np.bincount(labels, minlength=size).astype(np.uint64) * weight
+        weights = rng.integers(1, 2**63, len(footprints), dtype=np.uint64)
+        for labels, weight in zip(footprints, weights, strict=True):
+            np.add.at(signature, labels, weight)
         open_ = np.flatnonzero(self.reason < 0)
         self.group_of = np.full(size, -1)
         members: list[np.ndarray] = []
         if len(open_):
-            _, first, inverse = np.unique(signature[open_], return_index=True, return_inverse=True)
-            for number in np.argsort(first, kind="stable"):
-                members.append(open_[inverse == number])
+            _, first, inverse, sizes = np.unique(
+                signature[open_], return_index=True, return_inverse=True, return_counts=True
+            )
+            parts = np.split(open_[np.argsort(inverse, kind="stable")], np.cumsum(sizes)[:-1])
+            members = [parts[number] for number in np.argsort(first, kind="stable")]
         members = self._in_order(members)
         for number, classes in enumerate(members):
             self.group_of[classes] = number
         self.widths = [len(m) for m in members]
+        self.forms: dict[bytes, Form] = {}
         return members
 
     def _in_order(self, members: list[np.ndarray]) -> list[np.ndarray]:
@@ -185,6 +209,12 @@ class _Builder:
         return any((labels == classes[0]).sum() > 1 for labels in self.labels)
 
     def _form(self, labels: np.ndarray) -> Form:
+        key = labels.tobytes()
+        if key not in self.forms:
+            self.forms[key] = self._count(labels)
+        return self.forms[key]
+
+    def _count(self, labels: np.ndarray) -> Form:
         groups = self.group_of[labels]
         constant = int((groups < 0).sum())
         counts = np.bincount(groups[groups >= 0], minlength=0)
@@ -245,30 +275,38 @@ class _Builder:
         place = np.zeros(self.classes.count, dtype=np.int64)
         for classes in members:
             place[classes] = np.arange(len(classes))
-        for site, labels in zip(self.sites, self.labels, strict=True):
-            groups = self.group_of[labels]
-            for number in np.unique(groups[groups >= 0]):
-                indices = np.flatnonzero(groups == number)
-                order = np.argsort(place[labels[indices]], kind="stable")
-                found[number][site] = indices[order].reshape(len(members[number]), -1)
-        dense = self.widths
-        totals = {kind: costs.evaluate(kind, dense) for kind in ("params", "flops")}
+        known: dict[bytes, dict[int, np.ndarray]] = {}
+        for site, labels, key in zip(self.sites, self.labels, self.keys, strict=True):
+            if key not in known:
+                known[key] = self._members(labels, place)
+            for number, indices in known[key].items():
+                found[number][site] = indices
+        per_channel = {kind: costs.per_channel(kind, self.widths) for kind in ("params", "flops")}
         names: dict[str, int] = {}
         result = []
         for number, classes in enumerate(members):
-            less = [w - (g == number) for g, w in enumerate(dense)]
             result.append(
                 Group(
                     name=self._name(found[number], names),
                     width=len(classes),
                     sites=tuple(found[number]),
                     exact=not self.classes.inexact[classes].any(),
-                    params_per_channel=totals["params"] - costs.evaluate("params", less),
-                    flops_per_channel=totals["flops"] - costs.evaluate("flops", less),
+                    params_per_channel=per_channel["params"][number],
+                    flops_per_channel=per_channel["flops"][number],
                     members=found[number],
                 )
             )
         return tuple(result)
+
+    def _members(self, labels: np.ndarray, place: np.ndarray) -> dict[int, np.ndarray]:
+        """For each group among these classes, a row per channel: its indices."""
+        groups = self.group_of[labels]
+        found = {}
+        for number in np.unique(groups[groups >= 0]).tolist():
+            indices = np.flatnonzero(groups == number)
+            order = np.argsort(place[labels[indices]], kind="stable")
+            found[number] = indices[order].reshape(self.widths[number], -1)
+        return found
 
     def _name(self, sites: dict[Site, np.ndarray], names: dict[str, int]) -> str:
         by_kind = sorted(sites, key=lambda s: (s not in self.made, len(self.shapes[s[0]]) < 2))
@@ -280,11 +318,16 @@ class _Builder:
     def _frozen(self) -> tuple[Frozen, ...]:
         """Frozen channels, gathered by reason."""
         found: dict[str, dict[Site, int]] = {}
-        for site, labels in zip(self.sites, self.labels, strict=True):
-            reasons = self.reason[labels]
-            for number in np.unique(reasons[reasons >= 0]):
+        known: dict[bytes, list[tuple[int, int]]] = {}
+        for site, labels, key in zip(self.sites, self.labels, self.keys, strict=True):
+            if site[0] not in self.parameters:
+                continue
+            if key not in known:
+                reasons = self.reason[labels]
+                numbers, counts = np.unique(reasons[reasons >= 0], return_counts=True)
+                known[key] = list(zip(numbers.tolist(), counts.tolist(), strict=True))
+            for number, count in known[key]:
                 text = self.reasons[number]
-                if KERNEL not in text and site[0] in self.parameters:
-                    sites = found.setdefault(text, {})
-                    sites[site] = int((reasons == number).sum())
+                if KERNEL not in text:
+                    found.setdefault(text, {})[site] = count
         return tuple(Frozen(tuple(sites), text, max(sites.values())) for text, sites in found.items())

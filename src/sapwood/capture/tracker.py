@@ -15,59 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sapwood.capture.calls import RawCall, RawSized, memory_order
+from sapwood.capture.facts import Equation, Grid, Ids, Maker, Reading, Rescale, Work, WritesToWeightsError
 from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
+from sapwood.capture.weakly import ByTensor
 from sapwood.types import Site
 
-Ids = np.ndarray | None
 STRICT = False
 """Whether a rule that raises stops the trace (in our tests) or freezes what reached it."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A product axis: position (i, j, ...) goes if its row, its column, ... goes."""
-
-    cells: np.ndarray  # ids, in the shape of the grid
-    axes: tuple[np.ndarray, ...]  # one id vector per axis of the grid
-    where: str
-
-
-@dataclass(frozen=True)
-class Equation:
-    """Code computes a size as ``expr``; it must equal the survivors of id vector ``vector``."""
-
-    expr: Expr
-    vector: int
-    where: str
-
-
-@dataclass(frozen=True)
-class Work:
-    """Floating-point operations of one call: ``factor`` times the product of surviving widths."""
-
-    factor: int
-    vectors: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Maker:
-    """The parameters whose output axis a tensor is a linear image of (to rescale it later)."""
-
-    sites: tuple[Site, ...]
-    axis: int | None  # which dimension still runs along the output axis; None once it was split
-    positions: np.ndarray
-
-
-@dataclass(frozen=True)
-class Rescale:
-    """Attention divides by the root of this width; the maker must make up for a change of it."""
-
-    vector: int
-    maker: Maker
-    where: str
 
 
 @dataclass
@@ -91,18 +47,32 @@ class Tracker:
     coordinates: dict[Site, np.ndarray] = field(default_factory=dict)
     made: list[np.ndarray] = field(default_factory=list)
     read: list[np.ndarray] = field(default_factory=list)
-    constant: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    constant: ByTensor[bool] = field(default_factory=ByTensor)
     scales: set[Site] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
-    names: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    state: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    makers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    positions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    names: ByTensor[tuple[str, tuple[int, ...]]] = field(default_factory=ByTensor)
+    state: ByTensor[list[Ids]] = field(default_factory=ByTensor)
+    makers: ByTensor[Maker] = field(default_factory=ByTensor)
+    positions: ByTensor[Ids] = field(default_factory=ByTensor)
     """Tensors that hold positions along an axis; whoever uses one freezes that axis."""
     _memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
+    swayed: bool = False
+    """Whether made-up values may have decided which operators ran, or on tensors of which size."""
+    noting: bool = True
+    """Whether operators are counted and listed, and what they read: of the forward in evaluation mode only."""
+    readings: list[Reading] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    """Parameters and buffers that a forward writes to."""
+    storages: dict[int, set[str]] = field(default_factory=dict)
+    guarded: bool = False
+    """Whether parameters are the user's own, so that a forward that writes to one must be stopped."""
+    refused: bool = False
+    weights: set[str] = field(default_factory=set)
     with_tags: bool = True
     trains: bool = False
+    alike: bool = False
+    """Whether training mode makes no difference to which operators run on which channels."""
     complete: bool = True
     foreign: set[str] = field(default_factory=set)
     strict: bool = field(default_factory=lambda: STRICT)
@@ -133,6 +103,10 @@ class Tracker:
         self.state[tensor] = dims
         self.names[tensor] = (name, tuple(range(tensor.dim())))
         self.constant[tensor] = True
+        if tensor.layout is torch.strided:
+            self.storages.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
+        if isinstance(tensor, torch.nn.Parameter):
+            self.weights.add(name)
 
     def _twin(self, name: str, tensor: torch.Tensor) -> str | None:
         """The parameter registered before that lies in the same memory, if there is one."""
@@ -274,6 +248,8 @@ class Tracker:
         self.equalities.append((expr, value, f"used as a factor, {self.where()}"))
 
     def count_work(self, factor: int, *dims: tuple[Ids, int]) -> None:
+        if not self.noting:
+            return
         vectors = []
         for ids, size in dims:
             if ids is None:
@@ -291,7 +267,21 @@ class Tracker:
             return type(value)(self.raw(v) for v in value) if type(value) in (list, tuple) else None
         return value
 
+    def note_reading(self, op: Any, inputs: Sequence[torch.Tensor]) -> None:
+        if self.noting:
+            self.readings.append((op, tuple([(tuple(t.shape), self.ids(t)) for t in inputs])))
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Code is about to write to this tensor's memory: whose is it?"""
+        if tensor.layout is torch.strided and (names := self.storages.get(tensor.untyped_storage()._cdata)):
+            self.written |= names
+            if self.guarded and self.weights & names:
+                self.refused = True
+                raise WritesToWeightsError
+
     def note_call(self, name: str, op: Any, args: Mapping[str, Any], outputs: Any) -> None:
+        if not self.noting:
+            return
         results = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         made = tuple(self.raw(t) for t in results if isinstance(t, torch.Tensor))
         self.calls.append(RawCall(name, op, tuple((k, self.raw(v)) for k, v in args.items()), made))
@@ -306,7 +296,8 @@ class Tracker:
             package = frame.f_globals.get("__name__", "").split(".")[0]
             if not line and package not in ("torch", "sapwood", "contextlib", "functools"):
                 line = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-            if not path:
+            code = frame.f_code
+            if not path and ("self" in code.co_varnames or "self" in code.co_freevars):
                 path = self.module_names.get(id(frame.f_locals.get("self")), "")
             if line and path:
                 break
@@ -316,6 +307,10 @@ class Tracker:
 
 def _distinct(cells: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions along an axis that differ: first occurrences, and for each position its number."""
+    flat = cells.ravel()
+    if (flat[1:] > flat[:-1]).all():  # all of them: no id appears twice
+        each = np.arange(cells.shape[axis])
+        return each, each
     rows = np.moveaxis(cells, axis, 0).reshape(cells.shape[axis], -1).astype(np.uint64)
     weights = np.random.default_rng(0).integers(1, 2**63, rows.shape[1], dtype=np.uint64)
     _, first, inverse = np.unique((rows * weights).sum(axis=1), return_index=True, return_inverse=True)

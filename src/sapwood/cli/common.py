@@ -29,7 +29,8 @@ from sapwood.measurement.points import chosen_device, chosen_dtype
 from sapwood.pipeline.models import named_model, nearest
 from sapwood.reporting.page import write_page
 from sapwood.storage import factories
-from sapwood.storage.bundle import KEY, Bundle, make_inputs
+from sapwood.storage.bundle import KEY, Bundle
+from sapwood.storage.examples import make_inputs
 from sapwood.storage.loading import load, load_
 from sapwood.storage.tensors import open_file
 from sapwood.types import Budget, Tell

@@ -11,7 +11,8 @@ from rich.console import Console
 from sapwood.cli.common import parse_shape, show, size_of
 from sapwood.errors import explain
 from sapwood.pipeline.models import named_model
-from sapwood.storage.bundle import Bundle, make_inputs
+from sapwood.storage.bundle import Bundle
+from sapwood.storage.examples import make_inputs
 from sapwood.storage.export import export as export_model
 from sapwood.storage.loading import load
 

@@ -25,7 +25,8 @@ from sapwood.pipeline.models import FORMS
 from sapwood.reporting import groups_table
 from sapwood.reporting.inspection import achieved_table
 from sapwood.storage.atomic import write_text
-from sapwood.storage.bundle import describe, describe_inputs
+from sapwood.storage.bundle import describe
+from sapwood.storage.examples import describe_inputs
 from sapwood.surgery.cut import cut
 from sapwood.types import Plan
 

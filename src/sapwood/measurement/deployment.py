@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sapwood.capture.isolation import copied, undisturbed
+from sapwood.capture.isolation import copied, full_precision, undisturbed
 from sapwood.capture.run import Inputs, as_call, tensors_in
 from sapwood.capture.skeleton import rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
@@ -20,7 +20,7 @@ from sapwood.measurement.measure import own_copy, require_seconds, told
 from sapwood.measurement.packing import pack_two_of_four, pack_zeros
 from sapwood.measurement.rewrite import rewrite
 from sapwood.storage.fold import fold_batch_norms
-from sapwood.surgery.check import full_precision, relative_error
+from sapwood.surgery.check import relative_error
 
 SPARSE = ("eager", "graph", "compile")  # what runs the packed layers
 HALF = (torch.float16, torch.bfloat16)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from sapwood.capture.fakes import fake_inputs, in_fake_mode
-from sapwood.capture.isolation import copied
-from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, results_in
+from sapwood.capture.isolation import copied, uncollected
+from sapwood.capture.modes import Hollow, plain_paths
+from sapwood.capture.run import Inputs, results_in, watch
 from sapwood.capture.skeleton import named_tensors
-from sapwood.capture.trace import trace as make_trace
+from sapwood.capture.trace import trace_of
 from sapwood.errors import SapwoodError
 from sapwood.planning.counts import units_of
 from sapwood.planning.draft import build_plan, draft_plan
@@ -36,9 +37,12 @@ class Planner:
     score: Score
     options: dict[str, Any]
     tell: Tell | None = None
+    with_data: bool = field(default=False, kw_only=True)
+    """Whether the cut will be checked on data, so that the model may as well be watched on them."""
 
     def __post_init__(self) -> None:
-        self.trace = make_trace(self.model, self.inputs)
+        self.seen = watch(self.model, self.inputs, self.with_data)
+        self.trace = trace_of(self.model, self.seen)
         tensors = named_tensors(self.model)
         self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales)
         self.barred: dict[str, str] = {}
@@ -98,22 +102,28 @@ class Planner:
         """Try the cut, without data where the trace did: does it run, and give outputs of the same shapes?"""
         return self._attempt(plan, train=False) or self.trains(plan)
 
-    def trains(self, plan: Plan) -> str:
+    def trains(self, plan: Plan, small: nn.Module | None = None) -> str:
         """If the dense model runs in training mode, the cut one must."""
-        return self._attempt(plan, train=True) if self.trace.trains else ""
+        tried = self.trace.trains and not self.seen.tracker.alike
+        return self._attempt(plan, True, small) if tried else ""
 
-    def _attempt(self, plan: Plan, train: bool) -> str:
+    @uncollected()
+    def _attempt(self, plan: Plan, train: bool, small: nn.Module | None = None) -> str:
         if not plan.keep:
             return ""
-        if self.trace.mode == "real":
-            return self._try(cut(self.model, plan), copied(self.inputs), train)
-        return in_fake_mode(
-            lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train)
-        )
+        if self.seen.mode == "fake":
+            return in_fake_mode(
+                lambda mode: self._try(shape_of_cut(mode, self.model, plan), fake_inputs(mode, self.inputs), train)
+            )
+        made = cut(self.model, plan) if small is None else small
+        found = self._try(self.seen.working_copy(made), copied(self.inputs), train, Hollow()) if train else "not tried"
+        return found and self._try(self.seen.working_copy(made), copied(self.inputs), train)
 
-    def _try(self, small: nn.Module, inputs: Inputs, train: bool) -> str:
+    def _try(self, small: nn.Module, inputs: Inputs, train: bool, *modes: Any) -> str:
         try:
-            with torch.no_grad(), plain_paths():
+            with torch.no_grad(), plain_paths(), contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
                 outputs = small.train(train)(*inputs[0], **inputs[1])
         except Exception as error:
             when = " in training mode" if train else ""

@@ -18,7 +18,7 @@ from sapwood.pipeline.planner import Planner
 from sapwood.pipeline.rounding import preferred
 from sapwood.planning.draft import ALLOCATIONS
 from sapwood.scoring import Score
-from sapwood.surgery.check import check as run_check
+from sapwood.surgery.check import check_seen
 from sapwood.surgery.cut import cut
 from sapwood.types import Budget, CheckResult, Plan, Tell
 
@@ -68,15 +68,15 @@ def prune(
     tell: Tell | None = None,
 ) -> Pruned:
     """Trace, score, plan, cut and check. The model given is not changed; the one returned holds."""
-    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell)
+    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell, data=True)
     results: dict[int, tuple[nn.Module, CheckResult]] = {}
 
     def fails(plan: Plan) -> str:
         small = cut(planner.model, plan)
-        result = run_check(planner.model, small, plan, example_inputs)
+        result = check_seen(planner.model, small, plan, planner.inputs, planner.seen)
         results.clear()
         results[id(plan)] = (small, result)
-        return planner.trains(plan) if result.passed else result.notes[-1]
+        return planner.trains(plan, small) if result.passed else result.notes[-1]
 
     plan = planner.plan_until(fails)
     if id(plan) not in results:  # a latency plan: the one chosen need not be the last one tried
@@ -95,6 +95,7 @@ def _planner(
     round_to: int | str | None,
     backend: str,
     tell: Tell | None,
+    data: bool = False,
 ) -> Planner:
     if not isinstance(budget, Budget):
         raise SapwoodError(
@@ -122,5 +123,5 @@ def _planner(
     steps: Any = preferred(model, call, backend) if round_to == "auto" or (latency and round_to is None) else round_to
     options: dict[str, Any] = {"allocate": allocate, "ignore": names, "round_to": steps, "score_name": name}
     if latency:
-        return LatencyPlanner(model, call, budget, score, options, tell, backend)
-    return Planner(model, call, budget, score, options, tell)
+        return LatencyPlanner(model, call, budget, score, options, tell, backend, with_data=data)
+    return Planner(model, call, budget, score, options, tell, with_data=data)

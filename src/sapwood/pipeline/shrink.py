@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,13 +14,16 @@ from torch import nn
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.masking.patterns import parse
+from sapwood.pipeline.keeping import Keeper, go_on, restored
 from sapwood.pipeline.prune import make_plan, prune
 from sapwood.recovery.loop import Loop, Settings, is_sharded
+from sapwood.recovery.mending import refit_, refresh_norms_
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.recover import epochs_of, require_batches
 from sapwood.recovery.schedules import Schedule
 from sapwood.recovery.session import MARKS, Phase, Point, Session, Validate, steps_for
 from sapwood.scoring.data import Loss
+from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
 from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Plan
@@ -71,8 +75,8 @@ class Step:
 class Pruner:
     """Prunes what a loop trains, and remembers the cuts as one plan on the dense model."""
 
-    def __init__(self, example_inputs: Any, plan: Plan = EMPTY) -> None:
-        self.example, self.plan = example_inputs, plan
+    def __init__(self, example_inputs: Any, plan: Plan = EMPTY, mend: Sequence[Any] = ()) -> None:
+        self.example, self.plan, self.mend = example_inputs, plan, mend
 
     def zeros(self, loop: Loop, budget: Budget | None, step: Step) -> None:
         if is_sharded(loop.model):
@@ -81,6 +85,8 @@ class Pruner:
         mask_(loop.plain, budget, pattern=step.pattern, **step.options)
         for tensor in loop.plain.state_dict().values():  # scores from data may differ by process
             broadcast(tensor)
+        if self.mend:
+            refresh_norms_(loop.plain, self.mend)
         loop.rehold()
 
     def channels(self, loop: Loop, budget: Budget | None, step: Step) -> None:
@@ -92,9 +98,24 @@ class Pruner:
         loop.let_go()  # the cut copies the model as it is
         device = next(loop.plain.parameters()).device
         done = prune(loop.plain, send_to_device(self.example, device), budget, **step.options)
-        done.model.train(loop.plain.training)
-        loop.swap(done.model, done.plan)
-        self.plan = compose(self.plan, done.plan) if self.plan.keep else done.plan
+        self._go_on(loop, done.model, done.plan)
+
+    def faded(self, loop: Loop, plan: Plan) -> None:
+        """Cut what has faded out."""
+        loop.let_go()
+        small = cut(loop.plain, plan)
+        device = next(loop.plain.parameters()).device
+        result = check(loop.plain, small, plan, send_to_device(self.example, device))
+        if not result.passed:
+            raise explain("a cut that computes the same", result.notes[-1], "Leave fade out.", "fade")
+        self._go_on(loop, small, plan)
+
+    def _go_on(self, loop: Loop, small: nn.Module, plan: Plan) -> None:
+        small.train(loop.plain.training)
+        if self.mend:
+            refresh_norms_(refit_(small, loop.plain, plan, self.mend), self.mend)
+        loop.swap(small, plan)
+        self.plan = compose(self.plan, plan) if self.plan.keep else plan
 
 
 def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, total: int) -> list[Phase]:
@@ -103,7 +124,11 @@ def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, tota
     act = pruner.zeros if step.is_mask else pruner.channels
 
     def at(index: int) -> Callable[[Loop], None]:
-        return lambda loop: act(loop, targets[index], step)
+        def prune_now(loop: Loop) -> None:
+            loop.changing = not step.is_mask and index + 1 < len(targets)
+            act(loop, targets[index], step)
+
+        return prune_now
 
     phases, index = [], 0
     for number, when in enumerate(moments):
@@ -116,13 +141,20 @@ def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, tota
     return phases
 
 
+def fading_phase(plan: Plan, pruner: Pruner, total: int, share: float) -> Phase:
+    """One recovery of ``total`` steps; over the first share of it the plan's channels fade out, then they are cut."""
+    steps = min(max(1, int(share * total)), total - 1)
+    return Phase(total, {0: lambda loop: loop.fade(plan, steps), steps: lambda loop: pruner.faded(loop, plan)})
+
+
 @dataclass(frozen=True)
 class Shrunk:
-    """What ``prune_and_recover`` gives."""
+    """What ``prune_and_recover`` gives; ``pruned`` is where it stood right after the last pruning."""
 
     model: nn.Module
     plan: Plan
     curve: tuple[Point, ...]
+    pruned: Point | None = None
 
     @property
     def metric(self) -> float | None:
@@ -140,6 +172,9 @@ def prune_and_recover(
     pattern: str = "unstructured",
     schedule: str = "one-shot",
     rounds: int = 1,
+    until: float = 0.5,
+    fade: float = 0.0,
+    mend: Sequence[Any] = (),
     original_epochs: float | None = None,
     fraction: float = 0.2,
     epochs: float | None = None,
@@ -154,6 +189,7 @@ def prune_and_recover(
     test: Validate | None = None,
     marks: Iterable[float] = MARKS,
     options: Mapping[str, Any] | None = None,
+    checkpoint: str | Path | None = None,
     accelerator: Accelerator | None = None,
     on_step: Callable[[int, int], None] | None = None,
     **settings: Any,
@@ -162,23 +198,45 @@ def prune_and_recover(
 
     A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
     ``prune``. ``distill=True`` learns from the model given. ``test(model)`` is noted beside ``validate(model)``, for
-    the report. Everything else is as in ``recover``.
+    the report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``fade=0.3`` the channels to
+    cut shrink to nothing over the first 30% of the steps and are cut then. ``mend`` takes a few batches: after each
+    cut, what reads the removed channels is refitted on them and the statistics of batch norms are taken anew. With
+    ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
     """
-    step = Step(budget, pattern, Schedule(schedule, rounds), dict(options or {}))
+    step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
+    if fade and (step.is_mask or step.schedule.kind != "one-shot" or not 0 < fade < 1):
+        got = f"fade={fade!r}, schedule={schedule!r}, {budget}"
+        raise explain("a share below 1, with channels that are cut once", got, "For example fade=0.3.", "fade")
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
+    same = (budget, pattern, step.schedule, total_epochs, lr, chosen.rate, chosen.seed, fade, distill, len(mend))
+    same += (temperature, share, chosen.weight_decay, chosen.clip)
+    keeper = None if checkpoint is None else Keeper(checkpoint, same)
+    found = None if keeper is None else keeper.found()
     targets = step.targets(model, example_inputs)
     teacher = cut(model, EMPTY) if distill else None
-    soften = {"temperature": temperature, "share": share}
-    loop = Loop(cut(model, EMPTY), train_loader, chosen, loss=loss, teacher=teacher, accelerator=accelerator, **soften)
-    pruner = Pruner(example_inputs)
-    phases = phases_of(step, targets, pruner, steps_for(total_epochs, loop, rounds))
+    extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
+    extra["changing"] = not step.is_mask and not fade and found is None
+    loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)
+    pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend)
+    total = steps_for(total_epochs, loop, rounds)
+    if fade:
+        plan = make_plan(model, example_inputs, budget or Budget(channels=1.0), **step.options)
+        phases = [fading_phase(plan, pruner, total, fade)]
+    else:
+        phases = phases_of(step, targets, pruner, total)
     original = original_epochs or total_epochs / fraction
     session = Session(loop, phases, original, validate, tuple(marks), on_step, test)
+    go_on(session, found)
+    if fade and 0 < session.step < max(phases[0].prune):
+        loop.fade(plan, max(phases[0].prune), session.step)
     try:
         while session.advance():
-            pass
+            if keeper is not None:
+                keeper.keep(session, pruner.plan)
     finally:
         trained = loop.finish()
-    return Shrunk(trained, pruner.plan, tuple(session.curve))
+    if keeper is not None:
+        keeper.remove()
+    return Shrunk(trained, pruner.plan, tuple(session.curve), session.pruned)

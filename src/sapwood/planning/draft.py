@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sapwood.capture.isolation import uncollected
 from sapwood.capture.sizes import Attr
 from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError, explain
@@ -20,6 +21,7 @@ from sapwood.types import Budget, Plan, Scale
 ALLOCATIONS = ("uniform", "global")
 
 
+@uncollected()
 def draft_plan(
     trace: Trace,
     scores: Sequence[np.ndarray],
@@ -208,22 +210,28 @@ def build_plan(
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """Spell out, by name, what keeping these channels of each group means."""
-    removed: dict[str, dict[int, list[np.ndarray]]] = {}
+    stays: dict[str, dict[int, np.ndarray]] = {}
     exact = True
     for group in trace.groups:
         if group.name not in kept:
             continue
-        gone = np.setdiff1d(np.arange(group.width), np.array(kept[group.name], dtype=int))
-        exact = exact and (group.exact or not len(gone))
+        gone = np.ones(group.width, dtype=bool)
+        gone[list(kept[group.name])] = False
+        exact = exact and (group.exact or not gone.any())
         for (name, dim), members in group.members.items():
-            removed.setdefault(name, {}).setdefault(dim, []).append(members[gone].ravel())
-    keep = {
-        name: {
-            dim: tuple(np.setdiff1d(np.arange(trace.shapes[name][dim]), np.concatenate(parts)).tolist())
-            for dim, parts in sorted(dims.items())
-        }
-        for name, dims in removed.items()
-    }
+            dims = stays.setdefault(name, {})
+            if dim not in dims:
+                dims[dim] = np.ones(trace.shapes[name][dim], dtype=bool)
+            dims[dim][members[gone]] = False
+    positions: dict[bytes, tuple[int, ...]] = {}  # one tuple for all sites that keep the same
+
+    def places(mask: np.ndarray) -> tuple[int, ...]:
+        key = mask.tobytes()
+        if key not in positions:
+            positions[key] = tuple(np.flatnonzero(mask).tolist())
+        return positions[key]
+
+    keep = {name: {dim: places(mask) for dim, mask in sorted(dims.items())} for name, dims in stays.items()}
     counts = [len(kept.get(g.name, range(g.width))) for g in trace.groups]
     achieved: dict[str, Any] = {}
     for kind in ("channels", "params", "flops"):
@@ -277,7 +285,7 @@ def _scales(trace: Trace, counts: list[int]) -> dict[str, tuple[Scale, ...]]:
         factor = math.sqrt(form.value(counts) / form.value(trace.dense))
         if factor != 1.0:
             for name, dim in maker.sites:
-                found[name, dim, tuple(maker.positions.tolist())] = factor
+                found[name, dim, tuple(maker.positions.ravel().tolist())] = factor
     result: dict[str, tuple[Scale, ...]] = {}
     for (name, dim, positions), factor in found.items():
         result[name] = (*result.get(name, ()), Scale(dim, positions, factor))

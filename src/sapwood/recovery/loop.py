@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import parse_flag_from_env, send_to_device
 from torch import nn
 
 from sapwood.capture.run import is_meta
@@ -26,56 +23,16 @@ from sapwood.errors import explain
 from sapwood.masking.hold import Hold, hold, noted_masks, partly_zero
 from sapwood.masking.targets import maskable
 from sapwood.recovery.distillation import Distillation
-from sapwood.recovery.rates import Rate
+from sapwood.recovery.fade import Fade
+from sapwood.recovery.graphs import GraphedStep, graphed, set_rates
+from sapwood.recovery.layout import align_gradients, align_state
+from sapwood.recovery.loaders import own_order, prepared
+from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
 from sapwood.surgery.optimizer import cut_optimizer
 from sapwood.types import Plan
 
-MakeOptimizer = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
-OPTIMIZERS: Mapping[str, MakeOptimizer] = {
-    "sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
-    "adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr),
-}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to train; see ``recover`` for what each means."""
-
-    lr: float
-    optimizer: str | MakeOptimizer = "sgd"
-    weight_decay: float = 5e-4
-    rate: Rate = field(default_factory=Rate)
-    clip: float | None = None
-    mixed_precision: str = "no"
-    accumulate: int = 1
-    channels_last: bool = False
-    compile: bool = False
-    seed: int = 0
-    cpu: bool = False
-    repeatable: bool = False
-    """Seed every generator there is at the start of each epoch: for runs that may be resumed."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
-            names = ", ".join(OPTIMIZERS)
-            raise explain(f"{names}, or a function of (groups, lr)", repr(self.optimizer), "Try 'sgd'.", "optimizer")
-        if not (_is_number(self.lr) and 0 < self.lr < math.inf):
-            raise explain("a learning rate above 0", repr(self.lr), "Give the peak rate of training.", "lr")
-        if not (isinstance(self.accumulate, int) and self.accumulate >= 1):
-            raise explain("a whole number of batches", repr(self.accumulate), "1 steps after each.", "accumulate")
-        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
-            raise explain("a weight decay of at least 0", repr(self.weight_decay), "Try 5e-4.", "weight_decay")
-        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
-            raise explain("a norm above 0", repr(self.clip), "For example clip=1.0.", "clip")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**40:
-            raise explain("a whole number of at least 0", repr(self.seed), "For example seed=0.", "seed")
-        if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise explain("no, bf16 or fp16", repr(self.mixed_precision), "bf16 is the safe one.", "mixed_precision")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+__all__ = ["Loop", "MakeOptimizer", "Settings", "is_sharded"]
 
 
 class Loop:
@@ -92,21 +49,31 @@ class Loop:
         temperature: float = 4.0,
         share: float = 0.5,
         accelerator: Accelerator | None = None,
+        changing: bool = False,
     ) -> None:
+        """``changing``: widths will change soon, so that compiling waits until this is set to False."""
         self.settings, self.loss = settings, loss or default_loss
         self.accelerator = accelerator or make_accelerator(settings)
         _require_model(model)
         self._given, self._given_generator = loader, getattr(loader, "generator", None)
-        self._order = _own_order(loader)
-        self.loader = _prepared(loader, self.accelerator)
+        self._order = own_order(loader)
+        self.loader = prepared(loader, self.accelerator)
         if len(self.loader) == 0:
             got = f"fewer than the {self.accelerator.num_processes} processes"
             raise explain("a batch for every process", got, "Give more data or smaller batches.", "loader")
         if teacher is not None:
             _require_model(teacher)
-        self.teacher = None if teacher is None else teacher.to(self.accelerator.device)
+        self.teacher = None if teacher is None else self._ready(teacher)
         self._soften = (temperature, share)
-        self._adopt(model, _make_optimizer(model, settings))
+        self.changing = changing
+        self._adopt(model, make_optimizer(model, settings, self.accelerator.device))
+
+    def _ready(self, teacher: nn.Module) -> nn.Module:
+        """The teacher where, and laid out as, the student is."""
+        teacher = teacher.to(self.accelerator.device)
+        if self.settings.channels_last:
+            teacher = teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return torch.compile(teacher) if self.settings.compile else teacher  # type: ignore[return-value]
 
     def _adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare a model and its optimizer; called anew after a cut."""
@@ -118,27 +85,46 @@ class Loop:
             self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if self.settings.compile:
+        if self.settings.compile and not self.changing:
             self.model = torch.compile(self.model)  # type: ignore[assignment]
         self.held: Hold | None = None
-        self.rehold()
+        self.fading: Fade | None = None
         self.distillation = None
         if self.teacher is not None:
             self.distillation = Distillation(self.model, self.teacher, *self._soften)
+        self.graphed: GraphedStep | None = None
+        if self.settings.graph:
+            inner, processes = self.optimizer.optimizer, self.accelerator.num_processes
+            self.graphed = graphed(self._whole_step, inner, self.accelerator.device, processes)
+        self.rehold()
 
     def rehold(self) -> None:
         """Hold the zeros the model has now."""
+        noted = noted_masks(self.model)
+        if self.held is not None and self.graphed is not None and len(noted) == len(self.held.held):
+            for weight, kept in self.held.held:  # more zeros in the same weights: what was captured reads them here
+                kept.copy_((weight.detach() != 0).to(torch.int8).neg_())
+            return
         if self.held is not None:
             self.held.release()
-        masked = noted_masks(self.model) or any(partly_zero(p.detach()) for p in maskable(self.plain).values())
+        masked = noted or any(partly_zero(p.detach()) for p in maskable(self.plain).values())
         self.held = hold(self.model, self.optimizer) if masked else None
+        if self.graphed is not None:
+            self.graphed.reset()
+
+    def fade(self, plan: Plan, steps: int, done: int = 0) -> None:
+        """Let what reads the channels that the plan removes fade out over so many steps."""
+        self.fading = Fade(self.plain, plan, steps, self.optimizer.optimizer)
+        self.fading.done = done
+        if self.graphed is not None:
+            self.graphed.reset()
 
     def let_go(self) -> None:
-        """Remove what was hooked to the model and its optimizer."""
-        if self.held is not None:
-            self.held.release()
-        if self.distillation is not None:
-            self.distillation.release()
+        """Remove what was hooked to the model and its optimizer, and what was captured of them."""
+        for part in (self.held, self.fading, self.distillation):
+            if part is not None:
+                part.release()
+        self.graphed = None
         _unwrap_forward(self.plain)
 
     def swap(self, small: nn.Module, plan: Plan) -> None:
@@ -157,33 +143,51 @@ class Loop:
     def epoch(self, number: int, first_step: int, total: int) -> Iterator[dict[str, Any]]:
         """Train one epoch, from its own seed; yields what happened after each step of the optimizer."""
         self._seed(number)
+        align_state(self.optimizer)
         step, losses, count, every = first_step, [], len(self.loader), self.settings.accumulate
         for index, batch in enumerate(self.loader):
             if step >= total or index >= count:
                 return
             if index == 0 and self.accelerator.num_processes > 1:  # the order is shared, dropout is not
                 torch.manual_seed(torch.initial_seed() + 7919 * (1 + self.accelerator.process_index))
-            self.model.train()
             rate = self.settings.lr * self.settings.rate.at((step + 0.5) / total)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_scale", 1.0)
+            set_rates(self.optimizer, rate, None if self.graphed is None else self.accelerator.device)
             last = (index + 1) % every == 0 or index + 1 == count
-            together = every if index < count - count % every else count % every
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                with self.accelerator.autocast():
-                    loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
-                    if self.distillation is not None:
-                        loss = self.distillation.blend(loss)
-                self.accelerator.backward(loss / together)
-            losses.append(loss.detach())
+            if last and self.fading is not None:
+                self.fading.advance()
+            if self.graphed is not None:
+                losses.append(self.graphed(batch))
+            else:
+                together = every if index < count - count % every else count % every
+                with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                    losses.append(self._gradients(batch, together))
             if last:
-                if self.settings.clip is not None:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                if self.graphed is None:
+                    self._update()
                 step += 1
                 yield {"step": step, "lr": rate, "losses": losses}
                 losses = []
+
+    def _gradients(self, batch: Any, together: int) -> torch.Tensor:
+        self.model.train()
+        with self.accelerator.autocast():
+            loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
+            if self.distillation is not None:
+                loss = self.distillation.blend(loss)
+        self.accelerator.backward(loss / together)
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self.settings.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        align_gradients(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _whole_step(self, batch: Any) -> torch.Tensor:
+        loss = self._gradients(batch, 1)
+        self._update()
+        return loss
 
     def _seed(self, number: int) -> None:
         seed = self.settings.seed * 1_000_003 + number
@@ -227,18 +231,6 @@ class Loop:
         return self.view()
 
 
-def make_accelerator(settings: Settings) -> Accelerator:
-    """An Accelerator with these switches, also where an earlier one in this process had others."""
-    state = AcceleratorState._shared_state
-    if state and state.get("_mixed_precision") not in (None, settings.mixed_precision):
-        AcceleratorState._reset_state(reset_partial_state=False)
-    if PartialState._shared_state and PartialState().num_processes == 1:
-        cpu = settings.cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-        if cpu != (PartialState().device.type == "cpu"):
-            AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(mixed_precision=settings.mixed_precision, cpu=settings.cpu)
-
-
 def _unwrap_forward(model: nn.Module) -> None:
     """Take off what Accelerate puts around forward for mixed precision."""
     original = vars(model).pop("_original_forward", None)
@@ -260,50 +252,6 @@ def _require_loss(loss: Any) -> torch.Tensor:
     raise explain("loss(model, batch) to return one number with a gradient", got, "Return the mean loss.", "loss")
 
 
-class _Batches:
-    """Batches that do not come from a DataLoader: moved to the device, dealt out over the processes."""
-
-    def __init__(self, batches: Any, accelerator: Accelerator) -> None:
-        self.batches, self.accelerator = batches, accelerator
-
-    def __len__(self) -> int:
-        return int(len(self.batches) // self.accelerator.num_processes)
-
-    def __iter__(self) -> Iterator[Any]:
-        number, own = self.accelerator.num_processes, self.accelerator.process_index
-        for index, batch in enumerate(self.batches):
-            if index % number == own and index // number < len(self):
-                yield send_to_device(batch, self.accelerator.device)
-
-
-def _own_order(loader: Any) -> Any:
-    """The sampler of a loader that shuffles, with a generator of ours until training ends; None where it has one."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, torch.utils.data.RandomSampler) or sampler.generator is not None:
-        return None
-    sampler.generator = torch.Generator()
-    return sampler
-
-
-def _prepared(loader: Any, accelerator: Accelerator) -> Any:
-    if isinstance(loader, torch.utils.data.DataLoader):
-        return accelerator.prepare_data_loader(loader)
-    return _Batches(loader, accelerator)
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether a user has sharded the model already, with ``fully_shard``."""
     return any(hasattr(p, "to_local") for p in model.parameters())
-
-
-def _make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Weight decay on matrices and kernels, none on norms and biases."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise explain("parameters that require gradients", "none", "Set requires_grad on some.", "recover")
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    make = OPTIMIZERS[settings.optimizer] if isinstance(settings.optimizer, str) else settings.optimizer
-    return make([g for g in groups if g["params"]], settings.lr)

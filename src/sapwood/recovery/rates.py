@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from sapwood.errors import explain
 
-KINDS, ANNEALS = ("rewind", "finetune"), ("linear", "cosine")
+KINDS, ANNEALS = ("rewind", "finetune"), ("linear", "cosine", "none")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """``rewind`` goes back to the high rate of training, warmed up and annealed to zero; ``finetune`` stays small."""
+    """``rewind`` goes back to the high rate of training, warmed up and annealed to zero; ``finetune`` stays small.
+    ``anneal="none"`` stays at the peak, for a stage that another one follows."""
 
     kind: str = "rewind"
     anneal: str = "linear"
@@ -32,5 +33,7 @@ class Rate:
             return self.small
         if progress < self.warmup:
             return progress / self.warmup
+        if self.anneal == "none":
+            return 1.0
         done = min(1.0, (progress - self.warmup) / (1 - self.warmup))
         return 1 - done if self.anneal == "linear" else 0.5 * (1 + math.cos(math.pi * done))

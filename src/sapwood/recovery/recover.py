@@ -53,6 +53,8 @@ def recover(
     accumulate: int = 1,
     channels_last: bool = False,
     compile: bool = False,
+    fused: bool = False,
+    graph: bool = False,
     seed: int = 0,
     accelerator: Accelerator | None = None,
     on_step: Callable[[int, int], None] | None = None,
@@ -63,7 +65,9 @@ def recover(
     of the original training: ``rate="rewind"`` goes back to it, warmed up, and anneals to zero; ``"finetune"``
     stays at a hundredth of it. ``loss(model, batch)`` is the model's own or cross entropy where none is given. A
     ``teacher`` (the dense model) switches distillation on. ``validate(model)`` is called at the ``marks``, shares of
-    the original epochs, and at the end. Under ``accelerate launch`` the same call trains on many devices.
+    the original epochs, and at the end. For speed: ``channels_last``, ``compile``, ``fused`` (the optimizer in one
+    kernel) and ``graph`` (on one GPU the whole step is captured once and replayed, with batches of one shape).
+    Under ``accelerate launch`` the same call trains on many devices.
     """
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     settings = Settings(
@@ -76,6 +80,8 @@ def recover(
         accumulate=accumulate,
         channels_last=channels_last,
         compile=compile,
+        fused=fused,
+        graph=graph,
         seed=seed,
     )
     require_batches(train_loader)

@@ -12,11 +12,12 @@ KINDS = ("one-shot", "iterative", "cubic")
 @dataclass(frozen=True)
 class Schedule:
     """``one-shot`` prunes once; ``iterative`` prunes and recovers ``rounds`` times, the same share of what is left
-    each time; ``cubic`` prunes in ``rounds`` steps over the first half of one recovery, most of it early (Zhu & Gupta,
-    2017)."""
+    each time; ``cubic`` prunes in ``rounds`` steps over the first part of one recovery (``until``, half of it), most of
+    it early (Zhu & Gupta, 2017)."""
 
     kind: str = "one-shot"
     rounds: int = 1
+    until: float = 0.5
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -26,6 +27,8 @@ class Schedule:
         if self.kind == "one-shot" and self.rounds != 1:
             remedy = "Choose schedule='iterative' or 'cubic' for more."
             raise explain("one round of a one-shot schedule", repr(self.rounds), remedy, "rounds")
+        if not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
+            raise explain("a share of the recovery", repr(self.until), "For example until=0.5.", "until")
 
     def kept(self, final: float) -> list[float]:
         """What is left after each round, as fractions; the last is ``final`` itself."""
@@ -38,5 +41,5 @@ class Schedule:
     def moments(self, total: int) -> list[list[int]]:
         """For each phase of recovery, after which of its steps to prune; phases share ``total`` steps evenly."""
         if self.kind == "cubic":
-            return [[k * (total // 2) // self.rounds for k in range(self.rounds)]]
+            return [[k * int(total * self.until) // self.rounds for k in range(self.rounds)]]
         return [[0] for _ in range(self.rounds)]

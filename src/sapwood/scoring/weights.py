@@ -8,6 +8,7 @@ sites. Scores therefore average to one in every group, which makes them comparab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -24,21 +25,33 @@ Score = str | SiteScore
 
 
 def l1(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    return _norms(weight, dim, 1)
+    return _power_sums(weight, dim, torch.abs)
 
 
 def l2(weight: torch.Tensor, dim: int) -> torch.Tensor:
     """Squared, so that a channel's slices add up; the root is taken at the end."""
-    return _norms(weight, dim, 2).square()
+    return _power_sums(weight, dim, torch.square)
 
 
-def _norms(weight: torch.Tensor, dim: int, order: int) -> torch.Tensor:
-    others = [d for d in range(weight.dim()) if d != dim]
-    values = weight.detach()
-    if not others:
-        return values.abs().float()
-    norms: torch.Tensor = torch.linalg.vector_norm(values, order, dim=others, dtype=_wide(values.dtype))
-    return norms  # computed without a copy of the weight
+def _power_sums(weight: torch.Tensor, dim: int, power: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Sums of powers over all dimensions but one, part by part: no copy of a large weight is made."""
+    values, wide = weight.detach(), _wide(weight.dtype)
+    if values.dim() < 2:
+        return power(values.to(wide)).float()
+    rows = max(1, _AT_ONCE // max(values[0].numel(), 1)) if len(values) else 1
+    parts = [_sum_around(power(part.to(wide)), dim) for part in values.split(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if dim == 0 else torch.stack(parts).sum(dim=0)
+
+
+def _sum_around(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over all dimensions but one: first over those before it, then over those after it, which is quickest."""
+    before, size = math.prod(values.shape[:dim]), values.shape[dim]
+    flat = values.reshape(before, -1).sum(dim=0) if before != 1 else values
+    return flat.reshape(size, -1).sum(dim=1)
+
+
+_AT_ONCE = 1 << 22
+"""Elements of a weight that are looked at together."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +78,8 @@ def score_groups(
             "score",
         )
     rng = np.random.default_rng(seed)
-    return [_score_group(tensors, g, score, scales, rng) for g in groups]
+    known: dict[tuple[SiteScore, Site], np.ndarray] = {}  # groups that share a weight ask for the same numbers
+    return [_score_group(tensors, g, score, scales, rng, known) for g in groups]
 
 
 def _score_group(
@@ -74,6 +88,7 @@ def _score_group(
     score: Score,
     scales: frozenset[Site],
     rng: np.random.Generator,
+    known: dict[tuple[SiteScore, Site], np.ndarray],
 ) -> np.ndarray:
     if score == "random":
         return rng.random(group.width) + 0.5
@@ -82,11 +97,11 @@ def _score_group(
     if score == "bn_scale":
         sites = [s for s in group.sites if s in scales]
         if sites:
-            return _combine(tensors, group, sites, l1)
+            return _combine(tensors, group, sites, l1, known)
         score = "l1"  # no norm follows these channels
     function = _NAMED[score] if isinstance(score, str) else score
     weights = [s for s in group.sites if isinstance(tensors[s[0]], nn.Parameter) and tensors[s[0]].dim() > 1]
-    return _combine(tensors, group, weights or list(group.sites), function, root=score == "l2")
+    return _combine(tensors, group, weights or list(group.sites), function, known, root=score == "l2")
 
 
 def _combine(
@@ -94,26 +109,33 @@ def _combine(
     group: Group,
     sites: Sequence[Site],
     function: SiteScore,
+    known: dict[tuple[SiteScore, Site], np.ndarray],
     root: bool = False,
 ) -> np.ndarray:
     total = np.zeros(group.width)
     for site in sites:
-        name, dim = site
-        values = function(tensors[name], dim)
-        size = tensors[name].shape[dim]
-        if not isinstance(values, torch.Tensor) or values.shape != (size,):
-            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise explain(
-                f"a score function to return a tensor of {size} numbers for {name!r}, dim {dim}",
-                str(got),
-                "Return one number per index of that dimension, higher = keep.",
-                "score",
-            )
-        numbers = values.detach().double().cpu().numpy()
-        if not np.isfinite(numbers).all():
-            raise explain("finite scores", f"nan or inf for {name!r}", "Check the weights.", "score")
-        owned = numbers[group.members[site]].sum(axis=1)
+        if (function, site) not in known:
+            known[function, site] = _numbers(tensors[site[0]], site, function)
+        owned = known[function, site][group.members[site]].sum(axis=1)
         owned = np.sqrt(owned) if root else owned
         mean = np.abs(owned).mean()
         total += owned / mean if mean > 0 else np.ones_like(owned)
     return total / max(len(sites), 1)
+
+
+def _numbers(tensor: torch.Tensor, site: Site, function: SiteScore) -> np.ndarray:
+    """What a score says of every index of a site."""
+    name, dim = site
+    values, size = function(tensor, dim), tensor.shape[dim]
+    if not isinstance(values, torch.Tensor) or values.shape != (size,):
+        got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise explain(
+            f"a score function to return a tensor of {size} numbers for {name!r}, dim {dim}",
+            str(got),
+            "Return one number per index of that dimension, higher = keep.",
+            "score",
+        )
+    numbers: np.ndarray = values.detach().double().cpu().numpy()
+    if not np.isfinite(numbers).all():
+        raise explain("finite scores", f"nan or inf for {name!r}", "Check the weights.", "score")
+    return numbers

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 
 import sapwood.version
-from sapwood.capture.run import as_call, is_meta
+from sapwood.capture.run import is_meta
 from sapwood.capture.skeleton import named_tensors, unwrap
-from sapwood.errors import SapwoodError, explain
+from sapwood.errors import explain
 from sapwood.masking.hold import noted_masks
 from sapwood.sparse.linear import packed_layers, unpack
 from sapwood.storage import factories
 from sapwood.storage.atomic import write_text
+from sapwood.storage.examples import describe_inputs
 from sapwood.storage.memory import roomy
 from sapwood.storage.record import MAX_BYTES, Record, from_plan, read_record
 from sapwood.storage.tensors import (
@@ -50,6 +51,8 @@ KEY = "sapwood"
 _SHARD = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _SMALL, _CUT = 2**16, 2**24
 """Bytes of a buffer outside the state_dict that the plan carries: any small one, and those that were cut."""
+_BATCH = 2**18
+"""Values that one thread fills at a time, at least."""
 
 
 def save(
@@ -231,20 +234,42 @@ class Bundle:
     def tensors(
         self, verify: bool | str = True, into: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """All of them, in memory of their own or in what is given; every digest is compared before anything is filled.
+        """All of them, in memory of their own or in what is given; every digest is compared before that is filled.
 
         Digests, copies and unpacking share the cores.
         """
         names = [n for n in self.record.after if n not in self.record.buffers]
         mapped = {name: self._mapped(name) for name in names}
         ready = into or {}
+        made = {name: ready[name] if self._fits(name, ready) else self._room(name) for name in names}
+        meanwhile = False if ready else verify  # memory of their own is thrown away when one is damaged
+
+        def check(batch: list[str]) -> None:
+            for name in batch:
+                self._verify(mapped[name], verify)
+
+        def fill(batch: list[str]) -> None:
+            for name in batch:
+                self._fill(name, made[name], mapped[name], meanwhile)
+
+        batches = self._batches(names)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             if verify and ready:
-                list(pool.map(lambda name: self._verify(mapped[name], verify), names))
-                verify = False
-            made = {name: ready[name] if self._fits(name, ready) else self._room(name) for name in names}
-            list(pool.map(lambda name: self._fill(name, made[name], mapped[name], verify), names))
+                list(pool.map(check, batches))
+            list(pool.map(fill, batches))
         return made
+
+    def _batches(self, names: list[str]) -> list[list[str]]:
+        """Small tensors go together: handing one to a thread takes longer than filling it."""
+        batches: list[list[str]] = [[]]
+        filled = 0
+        for name in names:
+            if filled >= _BATCH:
+                batches.append([])
+                filled = 0
+            batches[-1].append(name)
+            filled += math.prod(self.record.after[name])
+        return batches
 
     def tensor(self, name: str, verify: bool | str = True) -> torch.Tensor:
         """One tensor, in memory of its own."""
@@ -337,44 +362,4 @@ def _plain_check(check: CheckResult) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(check).items()}
 
 
-def describe_inputs(example_inputs: Any) -> Any:
-    """Shapes and dtypes of a call, enough to make inputs of the same kind."""
-    args, kwargs = as_call(example_inputs)
-    return {"args": [_spec(a) for a in args], "kwargs": {k: _spec(v) for k, v in kwargs.items()}}
-
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        spec = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        whole = not value.is_floating_point() and value.numel() and value.dtype != torch.bool
-        return {"tensor": spec | ({"high": int(value.max()) + 1} if whole else {})}
-    if isinstance(value, (bool, int, float, str)) or value is None:
-        return {"value": value}
-    raise SapwoodError(
-        f"example_inputs: expected tensors and plain values to remember; got {type(value).__name__}. "
-        "Leave example_inputs out and give them at export."
-    )
-
-
-def make_inputs(specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Random inputs of the remembered shapes and dtypes."""
-
-    def make(spec: Any) -> Any:
-        if "tensor" not in spec:
-            return spec["value"]
-        about = spec["tensor"]
-        dtype, shape = getattr(torch, about["dtype"]), [int(n) for n in about["shape"]]
-        if not isinstance(dtype, torch.dtype) or math.prod(shape) > 2**28:
-            raise ValueError(f"{about['dtype']} {shape}")
-        if dtype.is_floating_point:
-            return torch.randn(shape, dtype=dtype)
-        return torch.randint(0, max(1, int(about.get("high", 2))), shape).to(dtype)
-
-    try:
-        return tuple(make(a) for a in specs["args"]), {str(k): make(v) for k, v in specs["kwargs"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        got = f"{type(error).__name__} ({str(error)[:80]})"
-        raise explain("shapes and dtypes of inputs", got, "Pass --input 1x3x224x224.", "the bundle") from None
-
-
-__all__ = ["Bundle", "describe_inputs", "make_inputs", "save", "write_bundle"]
+__all__ = ["Bundle", "save", "write_bundle"]

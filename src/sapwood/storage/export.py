@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sapwood.capture.isolation import full_precision
 from sapwood.capture.run import Inputs, as_call, results_in, tensors_in
 from sapwood.capture.skeleton import unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.storage.atomic import replacing
 from sapwood.storage.fold import fold_batch_norms
 from sapwood.storage.tensors import write
-from sapwood.surgery.check import evaluating, full_precision, relative_error
+from sapwood.surgery.check import evaluating, relative_error
 
 KINDS = ("onnx", "pt2", "safetensors")
 TOLERANCE = 1e-4

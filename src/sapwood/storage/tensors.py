@@ -1,7 +1,7 @@
 """Tensors in safetensors files: mostly-zero ones as bitmap and values, each with a digest.
 
-Read after a strict look at the header, by the safetensors library, straight from the mapped file;
-nothing is allocated until a tensor's shape is known to be the one the model wants.
+Read after a strict look at the header, straight from the mapped file; nothing is allocated until a
+tensor's shape is known to be the one the model wants.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+import mmap
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sapwood.errors import SapwoodError, explain
 from sapwood.storage.atomic import replacing
 
 MAX_HEADER = 64 * 2**20
 BITMAP, GAPS, VALUES = "#bitmap", "#gaps", "#values"
-_CHUNK, _STEP = 2**17, 2**15
+_CHUNK, _BLOCK, _STEP = 2**17, 2**19, 2**13
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {
     "F64": torch.float64,
@@ -118,23 +119,18 @@ def _from_bitmap(dense: np.ndarray, bits: np.ndarray, given: np.ndarray, place: 
 def _from_gaps(dense: np.ndarray, gaps: np.ndarray, given: np.ndarray, place: str) -> None:
     if len(gaps) != len(given) or not gaps.all():
         raise _miscounted(place, len(given))
-    if not len(gaps):
-        dense[:] = 0
-        return
-    at = int(gaps[0]) - 1  # the last place that is filled
-    if at >= len(dense):
-        raise _miscounted(place, len(given))
-    dense[:at] = 0
-    dense[at] = given[0]
-    for start in range(1, len(gaps), _STEP):
-        steps = np.cumsum(gaps[start : start + _STEP].astype(np.intp))  # twice as fast as cumsum(dtype=)
-        stop = at + int(steps[-1])
-        if stop >= len(dense):
+    at = -1  # the last place that is filled
+    for start in range(0, len(gaps), _BLOCK):
+        places = gaps[start : start + _BLOCK].astype(np.intp)
+        places[0] += at
+        np.cumsum(places, out=places)
+        if places[-1] >= len(dense):
             raise _miscounted(place, len(given))
-        piece = dense[at : stop + 1]
-        piece[1:] = 0
-        piece[steps] = given[start : start + _STEP]
-        at = stop
+        for first in range(0, len(places), _STEP):  # what is cleared is still in the cache when it is filled
+            to = places[first : first + _STEP]
+            dense[at + 1 : to[-1] + 1] = 0
+            dense[to] = given[start + first : start + first + len(to)]
+            at = int(to[-1])
     dense[at + 1 :] = 0
 
 
@@ -211,15 +207,16 @@ class Reader:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     metadata: Mapping[str, str]
-    file: Any
+    starts: Mapping[str, int]
+    mapped: mmap.mmap
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor that lies in the mapped file."""
-        try:
-            tensor: torch.Tensor = self.file.get_tensor(name)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise SapwoodError(f"{self.path}: {name!r} could not be read ({str(error)[:120]}). Save it anew.") from None
-        return tensor
+        """A tensor that lies in the mapped file; what is written to it stays in memory."""
+        shape, dtype = self.shapes[name], self.dtypes[name]
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.mapped, dtype=dtype, count=count, offset=self.starts[name]).view(shape)
 
 
 def require_digest(tensor: torch.Tensor, expected: str, where: str, full: bool = False) -> None:
@@ -232,7 +229,7 @@ def require_digest(tensor: torch.Tensor, expected: str, where: str, full: bool =
 
 
 def open_file(path: Path) -> Reader:
-    """Check a header by itself before the library sees it: sizes, names, offsets."""
+    """Map a file after a strict look at its header: sizes, names, offsets."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -243,29 +240,28 @@ def open_file(path: Path) -> Reader:
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise _damaged(path, f"a header of at most {max(0, min(size - 8, MAX_HEADER)):,} bytes", f"{length:,}")
             raw = file.read(length)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise SapwoodError(f"{path}: could not be read ({error.strerror}). Check the path.") from None
+    except ValueError as error:  # it has become shorter just now
+        raise _damaged(path, f"{size:,} bytes", str(error)) from None
     header = _header(path, raw)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(path, "metadata of texts", type(metadata).__name__)
-    shapes, dtypes, spans = {}, {}, []
+    shapes, dtypes, starts, spans = {}, {}, {}, []
     for name, entry in header.items():
         shape, dtype, (start, stop) = _entry(path, name, entry)
-        wanted = int(np.prod([1, *shape], dtype=object)) * dtype.itemsize
+        wanted = math.prod(shape) * dtype.itemsize
         if stop - start != wanted or stop > size - 8 - length:
             raise _damaged(path, f"{wanted:,} bytes for {name[:80]!r}", f"{stop - start:,}, up to byte {stop:,}")
-        shapes[name], dtypes[name] = shape, dtype
+        shapes[name], dtypes[name], starts[name] = shape, dtype, 8 + length + start
         spans.append((start, stop))
     spans.sort()
     ends = [0] + [stop for _, stop in spans]
     if any(start != end for (start, _), end in zip(spans, ends, strict=False)) or ends[-1] != size - 8 - length:
         raise _damaged(path, f"tensors that fill its {size:,} bytes", "gaps, overlaps, or a cut-off end")
-    try:
-        mapped = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, "a safetensors file", str(error)[:120]) from None
-    return Reader(path, shapes, dtypes, metadata, mapped)
+    return Reader(path, shapes, dtypes, metadata, starts, mapped)
 
 
 def _header(path: Path, raw: bytes) -> dict[str, Any]:
@@ -291,6 +287,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], torch.dt
         dtype = _DTYPES[entry["dtype"]]
         good = isinstance(shape, list) and len(shape) <= 16 and len(offsets) == 2
         good = good and all(type(v) is int and 0 <= v < 2**48 for v in [*shape, *offsets])
+        good = good and (0 not in shape or math.prod(v or 1 for v in shape) < 2**48)
     except (TypeError, KeyError):
         good = False
     if not good:

@@ -17,17 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
-from sapwood.capture.isolation import copied, reseed, undisturbed
+from sapwood.capture.isolation import copied, full_precision, reseed, uncollected, undisturbed
 from sapwood.capture.modes import plain_paths
-from sapwood.capture.run import Inputs, as_call, is_meta, results_in
-from sapwood.capture.skeleton import rebuild, require_plain
+from sapwood.capture.run import Inputs, Seen, as_call, is_meta, results_in, watch
+from sapwood.capture.skeleton import cloned, rebuild, require_plain
 from sapwood.errors import SapwoodError
-from sapwood.surgery.cut import cut
-from sapwood.surgery.reference import masked_reference
+from sapwood.surgery.cut import cut, require_fit
+from sapwood.surgery.reference import run_reference
 from sapwood.types import CheckResult, Plan
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _HALF = (torch.float16, torch.bfloat16)
+_NOTHING = 1e-3
 _EXTREME = 1e4
 """Values this many times the median that are the same in both (masks of -1e9) set no scale."""
 
@@ -36,17 +37,24 @@ _EXTREME = 1e4
 def check(model: nn.Module, small: nn.Module, plan: Plan, example_inputs: Any) -> CheckResult:
     """Compare the cut model with the masked reference on the example inputs."""
     model, small = require_plain(model), require_plain(small)
-    inputs = as_call(example_inputs)
+    require_fit(model, plan)
+    return check_seen(model, small, plan, as_call(example_inputs))
+
+
+@uncollected()
+def check_seen(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs, seen: Seen | None = None) -> CheckResult:
+    """The same for who has watched the model already."""
     if is_meta(model):
         return in_fake_mode(lambda mode: _check_shapes(mode, model, small, plan, inputs))
-    result, telling = _compare(model, small, plan, inputs)
+    seen = seen or watch(model, inputs, data=True)
+    result, telling = _compare(model, small, plan, inputs, seen)
     if not result.passed or not plan.keep or (telling and not _is_half(model)):
         return result
     notes = result.notes
     try:
-        stirred = stir(model)
-        run(stirred, in_float(inputs))
-        second, telling = _compare(stirred, cut(stirred, plan), plan, in_float(inputs))
+        stirred, given = stir(model), in_float(inputs)
+        run(stirred, given)
+        second, telling = _compare(stirred, cut(stirred, plan), plan, given, seen)
     except (RuntimeError, TypeError, SapwoodError):  # code that insists on its own dtype
         return CheckResult(result.status, result.max_error, result.tolerance, (*notes, "no float32 copy could be run"))
     if not second.passed:
@@ -56,20 +64,19 @@ def check(model: nn.Module, small: nn.Module, plan: Plan, example_inputs: Any) -
     return CheckResult(result.status, result.max_error, result.tolerance, notes)
 
 
-def _compare(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs) -> tuple[CheckResult, bool]:
+def _compare(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs, seen: Seen) -> tuple[CheckResult, bool]:
     """The result, and whether the output would have told a wrong cut from a right one."""
     with full_precision():
         try:
-            got = run(small, inputs)
+            got = run(small, inputs, seen)
         except Exception as raised:
             return _failed(f"the cut model's forward raised {type(raised).__name__}: {raised}"), True
         reseed()
-        args, kwargs = inputs
-        wanted = list(results_in(model, masked_reference(model, plan)(*args, **kwargs)))
+        wanted = list(results_in(model, run_reference(model, plan, inputs, seen)))
         problem = _differs(wanted, got)
         if problem:
             return _failed(problem), True
-        dense = run(model, inputs)
+        dense = run(model, inputs, seen)
     worst, error, tolerance, telling = -1.0, 0.0, 0.0, False
     for a, b, whole in zip(wanted, got, dense, strict=True):
         allowed, off = _TOLERANCE.get(a.dtype.to_real(), 0.0), relative_error(a, b)
@@ -83,9 +90,9 @@ def _compare(model: nn.Module, small: nn.Module, plan: Plan, inputs: Inputs) -> 
     return CheckResult(status, error, tolerance, _notes(plan, status)), telling
 
 
-def run(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
+def run(model: nn.Module, inputs: Inputs, seen: Seen | None = None) -> list[torch.Tensor]:
     """Output tensors of a copy in evaluation mode: caches and counters of the model stay as they are."""
-    own = rebuild(model, lambda _, tensor: tensor.detach().clone()).eval()
+    own = (seen.working_copy(model) if seen else cloned(model)).eval()
     args, kwargs = copied(inputs)
     reseed()
     with torch.no_grad(), plain_paths():
@@ -119,8 +126,9 @@ def stir(model: nn.Module) -> nn.Module:
         if not new.is_floating_point():
             return new
         new = new.float() if new.dtype in _HALF else new
-        idle = new.numel() > 0 and (bool((new == new.flatten()[0]).all()) or float(new.abs().max()) < 1e-3)
-        if not idle or not (isinstance(tensor, nn.Parameter) or name.endswith(("running_mean", "running_var"))):
+        if not _is_idle(new) or not (
+            isinstance(tensor, nn.Parameter) or name.endswith(("running_mean", "running_var"))
+        ):
             return new
         noise: torch.Tensor = torch.rand(new.shape, generator=make).to(new)
         if new.dim() > 1 and new[0].numel() > 1:
@@ -130,6 +138,15 @@ def stir(model: nn.Module) -> nn.Module:
         return noise
 
     return rebuild(model, replace)
+
+
+def _is_idle(values: torch.Tensor) -> bool:
+    """Constant, or next to nothing."""
+    flat = values.detach().reshape(-1)
+    few = flat[: min(64, len(flat))]
+    if len(few) == 0 or (bool((few != few[0]).any()) and float(few.abs().max()) >= _NOTHING):
+        return False
+    return bool((flat == flat[0]).all()) or float(flat.abs().max()) < _NOTHING
 
 
 def in_float(inputs: Inputs) -> Inputs:
@@ -170,21 +187,6 @@ def _check_shapes(mode: FakeTensorMode, model: nn.Module, small: nn.Module, plan
         return _failed(problem)
     note = "weights on the meta device have no values: only shapes were compared"
     return CheckResult("exact" if plan.exact else "approximate", 0.0, 0.0, (*plan.notes, note))
-
-
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 on GPUs while values are compared: it would hide small errors and look like some."""
-    places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)]
-    places = [p for p in places if hasattr(p, "fp32_precision")]
-    saved = [p.fp32_precision for p in places]
-    try:
-        for place in places:
-            place.fp32_precision = "ieee"
-        yield
-    finally:
-        for place, value in zip(places, saved, strict=True):
-            place.fp32_precision = value
 
 
 @contextlib.contextmanager

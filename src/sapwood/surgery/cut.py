@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,28 +10,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sapwood.capture.fakes import fake
-from sapwood.capture.isolation import undisturbed
-from sapwood.capture.skeleton import Replace, named_tensors, rebuild, require_plain
+from sapwood.capture.isolation import uncollected, undisturbed
+from sapwood.capture.skeleton import Replace, named_tensors, once_each, place_of, rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
 from sapwood.types import Plan
 
 
 @undisturbed()
+@uncollected()
 def cut(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model without the channels the plan leaves out."""
     model = require_plain(model)
     require_fit(model, plan)
-    shared: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def replace(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        strided = tensor.layout is torch.strided
-        place = (tensor.storage_offset(), tensor.stride()) if strided else ()
-        key = (_memory(tensor), tuple(tensor.shape), place)
-        if key not in shared:  # parameters that share their memory go on sharing it
-            shared[key] = sliced(name, tensor, plan)
-        return shared[key]
-
-    return _rebuilt(model, plan, replace)
+    return _rebuilt(model, plan, once_each(lambda name, tensor: sliced(name, tensor, plan)))
 
 
 def shape_of_cut(mode: FakeTensorMode, model: nn.Module, plan: Plan) -> nn.Module:
@@ -59,20 +51,13 @@ def set_attributes(small: nn.Module, plan: Plan) -> None:
         _set_attribute(small, path, value)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Which memory a tensor lies in; also for tensors without data."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
-
-
 def sliced(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The part of a tensor that stays, in its own memory and memory format."""
     with torch.no_grad():
         result = slice_like(name, tensor.detach(), plan)
         for scale in plan.scales.get(name, ()):
             result = _rescale(result, name, scale.dim, scale.positions, scale.factor, plan)
-        if _memory(result) == _memory(tensor):
+        if place_of(result)[0] == place_of(tensor)[0]:
             result = result.clone(memory_format=torch.preserve_format)
         return result
 
@@ -81,11 +66,22 @@ def slice_like(name: str, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Slice a tensor shaped like the parameter ``name`` (its momentum, its gradient)."""
     result = tensor
     for dim, kept in sorted(plan.keep.get(name, {}).items(), key=lambda item: len(item[1])):
-        result = result.index_select(dim, torch.tensor(kept, device=tensor.device))
+        result = result.index_select(dim, _index(tuple(kept)).to(tensor.device))
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if layout and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
         result = result.contiguous(memory_format=layout)
     return result
+
+
+@functools.lru_cache(maxsize=512)
+def _index(kept: tuple[int, ...]) -> torch.Tensor:
+    """Indices as a tensor; many weights keep the same ones."""
+    return torch.tensor(kept)
+
+
+@functools.lru_cache(maxsize=512)
+def _is_selection(kept: tuple[int, ...], size: int) -> bool:
+    return bool(kept) and min(kept) >= 0 and max(kept) < size and len(set(kept)) == len(kept)
 
 
 def _rescale(
@@ -117,7 +113,7 @@ def require_fit(model: nn.Module, plan: Plan) -> None:
                 "plan",
             )
         for dim, kept in plan.keep.get(name, {}).items():
-            if not kept or min(kept) < 0 or max(kept) >= shape[dim] or len(set(kept)) != len(kept):
+            if not _is_selection(tuple(kept), shape[dim]):
                 raise explain(
                     f"distinct indices from 0 to {shape[dim] - 1} for {name!r}, dim {dim}",
                     f"{len(kept)} of them from {min(kept, default=None)} to {max(kept, default=None)}",

@@ -1,26 +1,28 @@
 """The masked reference: the dense model in which removed channels contribute nothing.
 
-It runs the dense weights and, wherever channels are read, leaves the removed ones out: contractions
-and sums see zeros there; means, norms and softmaxes run over the survivors only.
+It runs the dense weights and, wherever channels are read, leaves the removed ones out: sums see zeros
+there; contractions, means, norms and softmaxes run over the survivors only. Contractions make only what
+survives; ones stand in the places of the rest, and would show if anything were to read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sapwood.capture.classes import find_classes
+from sapwood.capture.facts import Ids, Reading
 from sapwood.capture.isolation import copied, undisturbed
 from sapwood.capture.modes import WatchFunctions, WatchOperators, plain_paths
-from sapwood.capture.registry import SUMS, apply_rule, bind, short_name
-from sapwood.capture.run import watch
-from sapwood.capture.skeleton import named_tensors, rebuild, require_plain
+from sapwood.capture.registry import SUMS, apply_rule, bind, short_name, tensors
+from sapwood.capture.run import Inputs, Seen, watch
+from sapwood.capture.skeleton import named_tensors, require_plain
 from sapwood.capture.tagging import tag_attributes
-from sapwood.capture.tracker import Ids, Tracker
+from sapwood.capture.tracker import Tracker
 from sapwood.surgery.cut import require_fit
 from sapwood.types import Plan
 
@@ -47,60 +49,124 @@ class _Reference(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dense = self._dense[0]
         with undisturbed():  # the same random numbers as without the look ahead
-            seen, _ = watch(dense, copied((args, kwargs)))
-        removed = removed_ids(seen, self.plan)
-        own = rebuild(dense, lambda _, t: t.detach().clone()).eval()  # a forward may write to its weights
-        tracker = Tracker({})
-        for name, tensor in named_tensors(own).items():
-            tracker.register(name, tensor)
-        if seen.with_tags:
-            tag_attributes(own, tracker)
-        args, kwargs = copied((args, kwargs))
-        with torch.no_grad(), plain_paths(), _LeaveOut(tracker, removed), WatchFunctions(tracker):
-            return own(*args, **kwargs)
+            seen = watch(dense, copied((args, kwargs)))
+        return run_reference(dense, self.plan, (args, kwargs), seen)
 
 
-def removed_ids(tracker: Tracker, plan: Plan) -> np.ndarray:
+def run_reference(dense: nn.Module, plan: Plan, inputs: Inputs, seen: Seen) -> Any:
+    """One forward of a copy of the dense model, without what the plan removes; ``seen`` tells who reads what."""
+    removed = removed_ids(seen, plan)
+    state = torch.get_rng_state()
+    try:
+        return _run(dense, inputs, _Retrace(seen.tracker.readings, removed), seen)
+    except _OtherWayError:  # data have led the model another way: follow it once more
+        torch.set_rng_state(state)
+    tracker = Tracker({})
+    own = seen.working_copy(dense).eval()
+    for name, tensor in named_tensors(own).items():
+        tracker.register(name, tensor)
+    if seen.tracker.with_tags:
+        tag_attributes(own, tracker)
+    args, kwargs = copied(inputs)
+    with torch.no_grad(), plain_paths(), _LeaveOut(tracker, removed), WatchFunctions(tracker):
+        return own(*args, **kwargs)
+
+
+def _run(dense: nn.Module, inputs: Inputs, mode: TorchDispatchMode, seen: Seen) -> Any:
+    own = seen.working_copy(dense).eval()
+    args, kwargs = copied(inputs)
+    with torch.no_grad(), plain_paths(), mode:
+        return own(*args, **kwargs)
+
+
+def removed_ids(seen: Seen, plan: Plan) -> np.ndarray:
     """For every id of a trace, whether the plan removes it."""
-    classes = find_classes(tracker)
+    classes = seen.classes
     gone = np.zeros(classes.count, dtype=bool)
+    masks: dict[tuple[int, int], np.ndarray] = {}
     for name, dims in plan.keep.items():
         for dim, kept in dims.items():
-            ids = tracker.coordinates[name, dim]
-            mask = np.ones(len(ids), dtype=bool)
-            mask[list(kept)] = False
-            gone[classes.label[ids[mask]]] = True
+            ids = seen.tracker.coordinates[name, dim]
+            key = id(kept), len(ids)
+            if key not in masks:
+                masks[key] = np.ones(len(ids), dtype=bool)
+                masks[key][list(kept)] = False
+            gone[classes.label[ids[masks[key]]]] = True
     return gone[classes.label]  # type: ignore[no-any-return]
 
 
+def surviving(ids: Ids, removed: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    """Positions of an axis that stay; None when all do."""
+    if ids is None or (len(ids) and int(ids.max()) >= len(removed)):
+        return None
+    gone = removed[ids]
+    return torch.tensor(np.flatnonzero(~gone), device=device) if gone.any() else None
+
+
+def _is_reader(op: Any) -> bool:
+    return short_name(op) in _READERS or short_name(op) in SUMS
+
+
+def _left_out(op: Any, args: Any, kwargs: Any, survivors: Survivors) -> Any:
+    """Call an operator that reads channels, without the removed ones."""
+    bound, name = bind(op, args, kwargs), short_name(op)
+    if name not in SUMS:
+        return _READERS[name](op, bound, survivors)
+    for argument, dim in SUMS[name]:
+        bound[argument] = _zeroed(bound[argument], dim, survivors(bound[argument], dim))
+    return _call(op, bound)
+
+
+class _OtherWayError(Exception):
+    """The model did not call the operators that it called while it was traced."""
+
+
+class _Retrace(TorchDispatchMode):
+    """Runs the dense model's operators on the survivors, where the trace has seen channels being read."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, readings: Sequence[Reading], removed: np.ndarray) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ahead = iter([r for r in readings if _is_reader(r[0])])
+        self.removed = removed
+        self.found: dict[int, torch.Tensor | None] = {}  # by id vector: many operators read the same channels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or not _is_reader(func):
+            return func(*args, **kwargs)
+        op, read = next(self.ahead, (None, ()))
+        given = list(tensors(bind(func, args, kwargs).values()))
+        if op is not func or [tuple(t.shape) for t in given] != [shape for shape, _ in read]:
+            raise _OtherWayError
+        known = {id(t): ids for t, (_, ids) in zip(given, read, strict=True)}
+
+        def survivors(tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+            ids = known[id(tensor)][dim]
+            if ids is None:
+                return None
+            if id(ids) not in self.found:
+                self.found[id(ids)] = surviving(ids, self.removed, tensor.device)
+            return self.found[id(ids)]
+
+        return _left_out(func, args, kwargs, survivors)
+
+
 class _LeaveOut(WatchOperators):
-    """Runs the dense model's operators on the survivors wherever an axis is read."""
+    """Runs the dense model's operators on the survivors wherever an axis is read, following the axes anew."""
 
     def __init__(self, tracker: Tracker, removed: np.ndarray) -> None:
         super().__init__(tracker)
         self.removed = removed
 
     def survivors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
-        ids: Ids = self.tracker.ids(tensor)[dim]
-        if ids is None:
-            return None
-        known = ids[ids < len(self.removed)]
-        if len(known) < len(ids) or not self.removed[ids].any():
-            return None
-        return torch.tensor(np.flatnonzero(~self.removed[ids]), device=tensor.device)
+        return surviving(self.tracker.ids(tensor)[dim], self.removed, tensor.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        change, sums = _READERS.get(short_name(func)), SUMS.get(short_name(func), ())
-        if sums:
-            bound = bind(func, args, kwargs)
-            for name, dim in sums:
-                bound[name] = _zeroed(bound[name], dim, self.survivors(bound[name], dim))
-            out = _call(func, bound)
-        elif change is None:
-            out = func(*args, **kwargs)
-        else:
-            out = change(func, bind(func, args, kwargs), self.survivors)
+        reads = isinstance(func, torch._ops.OpOverload) and _is_reader(func)
+        out = _left_out(func, args, kwargs, self.survivors) if reads else func(*args, **kwargs)
         apply_rule(self.tracker, func, args, kwargs, out)
         return out
 
@@ -135,14 +201,51 @@ def _zeroed(tensor: torch.Tensor, dim: int, kept: torch.Tensor | None) -> torch.
 @_reads("aten::_grouped_mm")
 def _contraction(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
     left = next(n for n in ("mat1", "batch1", "input", "self") if n in bound)
-    bound[left] = _zeroed(bound[left], -1, survivors(bound[left], -1))
-    return _call(op, bound)
+    name, read, made = {"aten::linear": ("weight", 1, 0)}.get(short_name(op), ("mat2", 0, 1))
+    kept = survivors(bound[left], -1)
+    if name not in bound or bound[name].dim() != 2:
+        bound[left] = _zeroed(bound[left], -1, kept)
+        return _call(op, bound)
+    rows = survivors(bound[name], made)
+    if kept is not None:
+        bound[left], bound[name] = bound[left].index_select(-1, kept), bound[name].index_select(read, kept)
+    if rows is None:
+        return _call(op, bound)
+    size = bound[name].shape[made]
+    bound[name] = bound[name].index_select(made, rows)
+    bias = {"aten::linear": "bias", "aten::addmm": "self"}.get(short_name(op))
+    if bias and bound[bias] is not None and bound[bias].dim() and bound[bias].shape[-1] == size:
+        bound[bias] = bound[bias].index_select(-1, rows)
+    return _among_others(_call(op, bound), -1, rows, size)
 
 
 @_reads("aten::convolution", "aten::_convolution")
 def _convolution(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
-    bound["input"] = _zeroed(bound["input"], 1, survivors(bound["input"], 1))
-    return _call(op, bound)
+    x, weight = bound["input"], bound["weight"]
+    read, made = (0, 1) if bound["transposed"] else (1, 0)
+    kept = survivors(x, 1)
+    if bound["groups"] > 1:
+        if kept is not None and bound["groups"] == x.shape[1] == weight.shape[0]:
+            bound["weight"] = _zeroed(weight, 0, kept)  # each channel by itself: what reads it is one filter
+        else:
+            bound["input"] = _zeroed(x, 1, kept)
+        return _call(op, bound)
+    rows = survivors(weight, made)
+    if kept is not None:
+        bound["input"], bound["weight"] = x.index_select(1, kept), weight.index_select(read, kept)
+    if rows is None:
+        return _call(op, bound)
+    bound["weight"] = bound["weight"].index_select(made, rows)
+    if bound["bias"] is not None:
+        bound["bias"] = bound["bias"].index_select(0, rows)
+    return _among_others(_call(op, bound), 1, rows, weight.shape[made])
+
+
+def _among_others(made: torch.Tensor, dim: int, rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Survivors in their places. What lies between them must not matter to anybody: it is all ones."""
+    shape = list(made.shape)
+    shape[dim] = size
+    return made.new_ones(shape).index_copy_(dim, rows, made)
 
 
 def _dims(bound: dict[str, Any], x: torch.Tensor) -> list[int]:

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import torch
 
+from sapwood.capture.facts import Ids, Maker
 from sapwood.capture.registry import Call, rule
 from sapwood.capture.rules.elementwise import broadcast
-from sapwood.capture.tracker import Ids, Maker, Tracker
+from sapwood.capture.tracker import Tracker
 from sapwood.types import Site
 
 KERNEL = "it is the extent of a kernel"
@@ -23,7 +24,7 @@ def produced(tracker: Tracker, out: torch.Tensor, axis: int, sources: list[tuple
         if site is not None:
             sites.append(site)
     if sites and len(sites) == len(sources):
-        tracker.makers[out] = Maker(tuple(sites), axis % out.dim(), np.arange(out.shape[axis]))
+        tracker.makers[out] = Maker(tuple(sites), (axis % out.dim(),), np.arange(out.shape[axis]))
 
 
 def _product(call: Call, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
+from sapwood.capture.facts import Ids, Maker
 from sapwood.capture.registry import Call, rule, tensors
-from sapwood.capture.tracker import Ids, Tracker
+from sapwood.capture.tracker import Tracker
 
 
 def broadcast(tracker: Tracker, operands: Iterable[torch.Tensor], rank: int, what: str) -> list[Ids]:
@@ -92,8 +94,18 @@ def _keep_maker(call: Call, operands: list[torch.Tensor]) -> None:
     same = all(m.sites == known[0].sites for m in known)
     product = call.name in ("aten::mul", "aten::div") and found[0] is not None and len(known) == 1
     total = call.name in ("aten::add", "aten::sub") and len(known) == len(operands) and same
-    if call.name in linear or product or total:
-        tracker.makers[call.out] = known[0]
+    if call.name in linear or product:  # the one that was made may be stretched to more dimensions
+        first = next(t for t, m in zip(operands, found, strict=True) if m is not None)
+        more = call.out.dim() - first.dim()
+        tracker.makers[call.out] = known[0].moved([d - more if d >= more else None for d in range(call.out.dim())])
+    elif total:
+        exact = _alike(known) and all(t.dim() == call.out.dim() for t in operands)
+        tracker.makers[call.out] = known[0] if exact else known[0].blurred(*known[1:])
+
+
+def _alike(makers: list[Maker]) -> bool:
+    first = makers[0]
+    return all(m.axes == first.axes and np.array_equal(m.positions, first.positions) for m in makers)
 
 
 @rule("aten::prelu", "aten::_prelu_kernel")

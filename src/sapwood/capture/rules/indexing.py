@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sapwood.capture.facts import Ids
 from sapwood.capture.registry import Call, rule
 from sapwood.capture.rules.elementwise import broadcast
-from sapwood.capture.tracker import Ids
 
 LOOKED_UP = "entries are looked up by number"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sapwood.capture.facts import SOFTMAX, Ids
 from sapwood.capture.registry import Call, rule
-from sapwood.capture.tracker import Ids, Tracker
+from sapwood.capture.tracker import Tracker
 
 OVER = "a norm takes statistics over these channels"
 
@@ -89,5 +90,5 @@ def weight_norm(call: Call) -> None:
 def softmax(call: Call) -> None:
     tracker, x = call.tracker, call["self"]
     ids = tracker.ids(x)
-    tracker.mark_inexact(ids[call["dim"]], "a softmax runs over these channels")
+    tracker.mark_inexact(ids[call["dim"]], SOFTMAX)
     tracker.assign(call.out, ids)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from sapwood.capture.facts import Ids, Maker
 from sapwood.capture.registry import Call, rule
 from sapwood.capture.rules.elementwise import broadcast
-from sapwood.capture.tracker import Ids, Tracker
+from sapwood.capture.tracker import Tracker
 
 
-def _carry(call: Call, source: torch.Tensor, out: torch.Tensor, axes: Sequence[int | None] | None) -> None:
-    """Carry a parameter's name and a tensor's maker along; axes[i] = where output axis i came from."""
-    tracker = call.tracker
-    named = tracker.names.get(source)
-    if named is not None and axes is not None and None not in axes:
-        tracker.names[out] = (named[0], tuple(named[1][a] for a in axes if a is not None))
-    maker = tracker.makers.get(source)
-    if maker is not None:
-        axis = axes.index(maker.axis) if axes is not None and maker.axis in axes else None
-        tracker.makers[out] = dataclasses.replace(maker, axis=axis)
+def _carry_name(call: Call, source: torch.Tensor, out: torch.Tensor, axes: Sequence[int | None]) -> None:
+    """Carry a parameter's name along; axes[i] = where output axis i came from."""
+    named = call.tracker.names.get(source)
+    if named is not None and None not in axes:
+        call.tracker.names[out] = (named[0], tuple(named[1][a] for a in axes if a is not None))
 
 
 def _rearrange(call: Call, axes: Sequence[int | None]) -> None:
     source, out = call["self"], call.out
     ids = call.ids(source)
     call.tracker.assign(out, [None if a is None else ids[a] for a in axes])
-    _carry(call, source, out, axes)
+    _carry_name(call, source, out, axes)
+    maker = call.tracker.makers.get(source)
+    if maker is not None:
+        call.tracker.makers[out] = maker.moved(axes)
 
 
 @rule("aten::permute")
@@ -124,8 +122,10 @@ def view(call: Call) -> None:
     axes: list[int | None] = [None] * out.dim()
     before = [(d, n) for d, n in enumerate(source.shape) if n > 1]
     after = [(d, n) for d, n in enumerate(out.shape) if n > 1]
+    runs: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
     for left, right in regroup([n for _, n in before], [n for _, n in after]):
         olds, news = [before[i] for i in left], [after[j] for j in right]
+        runs.append((olds, news))
         if len(olds) == len(news) == 1:
             dims[news[0][0]], axes[news[0][0]] = ids[olds[0][0]], olds[0][0]
             continue
@@ -133,7 +133,21 @@ def view(call: Call) -> None:
         for (place, _), found in zip(news, tracker.split(flat, [n for _, n in news]), strict=True):
             dims[place] = found
     tracker.assign(out, dims)
-    _carry(call, source, out, axes)
+    _carry_name(call, source, out, axes)
+    maker = tracker.makers.get(source)
+    if maker is not None:
+        tracker.makers[out] = _viewed(maker, runs)
+
+
+def _viewed(maker: Maker, runs: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]) -> Maker:
+    """Split or join the dimensions that run along the maker's axis, where they do so by themselves."""
+    stayed = {olds[0][0]: news[0][0] for olds, news in runs if len(olds) == len(news) == 1}
+    if maker.axes and all(axis in stayed for axis in maker.axes):
+        return Maker(maker.sites, tuple(stayed[axis] for axis in maker.axes), maker.positions)
+    for olds, news in runs:
+        if maker.axes and [d for d, _ in olds] == list(maker.axes):
+            return Maker(maker.sites, tuple(d for d, _ in news), maker.positions.reshape([n for _, n in news]))
+    return maker.blurred()
 
 
 @rule("aten::view_as_complex", "aten::view_as_real", "aten::real", "aten::imag")
@@ -164,8 +178,9 @@ def cat(call: Call) -> None:
         )
     tracker.assign(out, dims)
     makers = [tracker.makers.get(t) for t in parts]
-    if makers[0] is not None and all(m is not None and m.sites == makers[0].sites for m in makers):
-        tracker.makers[out] = dataclasses.replace(makers[0], axis=None)
+    known = [m for m in makers if m is not None]
+    if known and len(known) == len(parts) and all(m.sites == known[0].sites for m in known):
+        tracker.makers[out] = known[0].blurred(*known[1:])
 
 
 def fixed(tracker: Tracker, size: int) -> np.ndarray:
@@ -204,11 +219,8 @@ def slice_(call: Call) -> None:
 
 def _slice_maker(tracker: Tracker, source: torch.Tensor, out: torch.Tensor, dim: int, part: slice) -> None:
     maker = tracker.makers.get(source)
-    if maker is None:
-        return
-    if maker.axis == dim:
-        maker = dataclasses.replace(maker, positions=maker.positions[part])
-    tracker.makers[out] = maker  # part of a split axis: halves that are rotated and joined again
+    if maker is not None:
+        tracker.makers[out] = maker.at(dim, part)
 
 
 @rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::tensor_split")
@@ -243,12 +255,11 @@ def select(call: Call) -> None:
     ids = tracker.ids(source)
     tracker.pin(ids[dim], "one entry is picked by its position")
     outs = call.outputs if isinstance(call.outputs, (list, tuple)) else [call.outputs]
-    for out in outs:
+    maker = tracker.makers.get(source)
+    for number, out in enumerate(outs):
         tracker.assign(out, ids[:dim] + ids[dim + 1 :])
-        maker = tracker.makers.get(source)
-        if maker is not None and maker.axis is not None and maker.axis != dim:
-            axis = maker.axis - (maker.axis > dim)
-            tracker.makers[out] = dataclasses.replace(maker, axis=axis)
+        if maker is not None:
+            tracker.makers[out] = maker.at(dim, call.args.get("index", number))
 
 
 @rule("aten::repeat")

@@ -1,0 +1,147 @@
+"""Accuracy of pruned ResNet-56 on CIFAR-10, point by point, in sessions of a few minutes.
+
+    python -m benchmarks.cifar --point structured-2.57 [--seeds 3] [--split test|validation] [--minutes 9]
+                               [--data DIR] [--out DIR] [--variant NAME] [--each NAME ...] [--set FIELD=VALUE]
+                               [--epochs N] [--compile]
+    python -m benchmarks.cifar --point base --split validation --seeds 1     # before any other validation run
+    python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
+    python -m benchmarks.cifar --tables       # markdown from the events
+    python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
+
+--point takes several names, and groups: structured, promise, unstructured, torch-pruning, ablation. Runs that are done
+are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+from benchmarks.cifar import tables
+from benchmarks.cifar.recipes import VARIANTS, names_of, recipe_of
+from benchmarks.cifar.side_by_side import run_all, shared_gpu
+from benchmarks.cifar.work import Place, Run, TimeUpError, done
+
+FILES_BACK = 8
+"""Of which one holds the results."""
+SHORT, TOGETHER = 20, 8
+"""Runs of at most so many epochs go so many to a process."""
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--point", nargs="+", default=[])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--split", choices=("test", "validation"), default="test")
+    parser.add_argument("--epochs", type=float)
+    parser.add_argument("--variant", nargs="*", default=[], choices=sorted(VARIANTS))
+    parser.add_argument("--each", nargs="*", default=[], choices=sorted(VARIANTS), help="as is, and with each of these")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--data", type=Path, default=Path("scratch/cifar"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/cifar"))
+    parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--side-by-side", type=int, default=3)
+    parser.add_argument("--mps", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=int, default=0, help="images, for a try")
+    parser.add_argument("--blocks", type=int, default=9, help="a smaller network, for a try")
+    parser.add_argument("--speed", nargs="*", metavar="SWITCHES")
+    parser.add_argument("--together", type=int, default=1, help="processes that measure their speed side by side")
+    parser.add_argument("--beside", default="alone", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--collect", type=Path)
+    parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    given = options().parse_args(words)
+    place = Place(
+        given.data, given.out, given.runs, given.split, given.deadline, given.compile, given.graph, given.limit,
+        given.blocks, given.device,
+    )  # fmt: skip
+    if given.collect is not None:
+        return collect(place, given.collect)
+    if given.tables:
+        print(tables.write(given.out))
+        return 0
+    if given.speed is not None:
+        from benchmarks.cifar.speed import measure
+
+        if given.together <= 1 or given.one is not None:
+            measure(place, given.steps, given.speed, given.one or 0, given.beside)
+            return 0
+        with shared_gpu(given.mps) as env:
+            beside = f"{given.together} processes{', MPS' if env else ''}"
+            plain = [w for w in words if w not in ("--mps", "--no-mps")]
+            command = [sys.executable, "-m", "benchmarks.cifar", *plain, "--beside", beside, "--one"]
+            jobs = [(f"speed-{k}", [*command, str(k)]) for k in range(given.together)]
+            return run_all(jobs, given.together, place.runs / "logs", env, time.time() + 60)
+    changes = [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
+    if given.one is None:
+        return launch(given, place, words, changes)
+    chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
+    for name, recipe in chosen:
+        if done(place, name, given.one) is None:
+            try:
+                print(Run(name, recipe, given.one, place)(), flush=True)
+            except TimeUpError:
+                print(f"{name}, seed {given.one}: stopped, goes on next time")
+                break
+    return 0
+
+
+def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:
+    """A process for each run that is not done; short ones of a seed share one, which saves its start."""
+    end = time.time() + 60 * given.minutes
+    points = [name for point in given.point for name in names_of(point)]
+    ways = [given.variant, *([*given.variant, one] for one in given.each)]
+    jobs: list[tuple[str, list[str]]] = []
+    for seed, variants in itertools.product(range(given.seeds), ways):
+        runs = [(point, *recipe_of(point, variants, changes)) for point in points]
+        todo = [(point, name, recipe.epochs) for point, name, recipe in runs if done(place, name, seed) is None]
+        while todo:
+            share = TOGETHER if todo[0][2] <= SHORT else 1
+            own, todo = todo[:share], todo[share:]
+            more = ["--each", "--variant", *variants, "--point", *(p for p, _, _ in own)]
+            more += ["--one", str(seed), "--deadline", str(end)]
+            command = [sys.executable, "-m", "benchmarks.cifar", *words, *more]
+            jobs.append((f"{own[0][1]}-{given.split}-{seed}", command))
+    print(f"{len(jobs)} processes to run, {given.side_by_side} at a time", flush=True)
+    if not jobs:
+        return 0
+    with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
+        failed = run_all(jobs, given.side_by_side, place.runs / "logs", env, end - 20)
+    print(tables.write(given.out) if given.out.exists() else "")
+    return min(failed, 1)
+
+
+def collect(place: Place, out: Path) -> int:
+    """Events in one file, checkpoints and bases as they are, the newest first, as many as come back."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(out / "results.tgz", "w:gz") as file:
+        if place.results.exists():
+            file.add(place.results, arcname="cifar")
+        logs = place.runs / "logs"
+        if logs.exists():
+            file.add(logs, arcname="logs")
+    kept = sorted(place.runs.glob("*.safetensors"), key=lambda f: (not f.name.startswith("base-"), -f.stat().st_mtime))
+    for path in kept[: FILES_BACK - 1]:
+        shutil.copyfile(path, out / path.name)
+    print(f"{out}: results.tgz and {len(kept[: FILES_BACK - 1])} of {len(kept)} weights")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""Several runs at a time on one GPU, each a process of its own; with NVIDIA's MPS, where it starts, kernels overlap."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+TOUCH = "import torch; torch.ones(1, device='cuda').add_(1).item()"
+
+
+@contextmanager
+def shared_gpu(wanted: bool) -> Iterator[dict[str, str]]:
+    """Environment for the processes; empty, with a word why, where MPS is not to be had."""
+    control = shutil.which("nvidia-cuda-mps-control") or _beside_driver()
+    if not wanted or control is None:
+        if wanted:
+            print("no nvidia-cuda-mps-control here: processes take turns on the GPU", flush=True)
+        yield {}
+        return
+    folder = Path(f"/tmp/sapwood-mps-{os.getpid()}")
+    folder.mkdir(exist_ok=True)
+    extra = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    env = {**os.environ, **extra}
+    try:
+        subprocess.run([control, "-d"], env=env, timeout=30, check=True, capture_output=True)
+        subprocess.run([sys.executable, "-c", TOUCH], env=env, timeout=120, check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"MPS does not work here ({str(error)[:200]}): processes take turns on the GPU", flush=True)
+        _quit(control, env)
+        yield {}
+        return
+    print("MPS is on: kernels of several processes overlap", flush=True)
+    try:
+        yield extra
+    finally:
+        _quit(control, env)
+
+
+def _beside_driver() -> str | None:
+    places = [Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control"), Path("/usr/bin/nvidia-cuda-mps-control")]
+    return next((str(p) for p in places if p.exists()), None)
+
+
+def _quit(control: str, env: dict[str, str]) -> None:
+    try:
+        subprocess.run([control], input=b"quit\n", env=env, timeout=30, capture_output=True, check=False)
+    except (OSError, subprocess.SubprocessError):
+        print("MPS could not be ended", flush=True)
+
+
+def run_all(jobs: Sequence[tuple[str, list[str]]], at_once: int, logs: Path, env: dict[str, str], end: float) -> int:
+    """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed."""
+    logs.mkdir(parents=True, exist_ok=True)
+    waiting, failed = list(jobs), 0
+    going: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    try:
+        while waiting or going:
+            while waiting and len(going) < at_once and time.time() < end:
+                name, command = waiting.pop(0)
+                log = (logs / f"{name}.log").open("a")
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env})
+                log.close()
+                going[name] = (process, time.time())
+            if waiting and not going:
+                print(f"time is up; not begun: {', '.join(n for n, _ in waiting)}", flush=True)
+                break
+            time.sleep(0.2)
+            for name, (process, since) in list(going.items()):
+                if process.poll() is not None:
+                    del going[name]
+                    failed += process.returncode != 0
+                    tail = (logs / f"{name}.log").read_text().strip().splitlines()[-1:] or [""]
+                    print(f"{name}: rc {process.returncode}, {time.time() - since:.0f} s  {tail[0][:300]}", flush=True)
+    finally:
+        for process, _ in going.values():
+            process.terminate()
+    return failed

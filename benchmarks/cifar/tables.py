@@ -1,0 +1,101 @@
+"""Markdown tables from the events of all runs: python -m benchmarks.cifar --tables."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cifar.recipes import POINTS
+
+Events = dict[str, list[dict[str, Any]]]
+
+
+def read(folder: Path, split: str) -> Events:
+    """The last event of each finished run, by name of its recipe."""
+    found: Events = defaultdict(list)
+    for path in sorted(folder.glob(f"*-{split}-*.jsonl")):
+        events = []
+        for line in path.read_text().splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue  # cut off by a kill
+        finished = [e for e in events if e.get("event") == "done"]
+        if finished:
+            found[finished[-1]["name"]].append(finished[-1])
+    return dict(found)
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation, then each value."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    each = ", ".join(f"{v:.2f}" for v in values)
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({each})"
+
+
+def table(events: Events, split: str) -> Iterator[str]:
+    yield f"| {split} accuracy, last epoch | epochs | fewer MACs | zeros | seeds | accuracy | asked | ms a step |"
+    yield "|" + "---|" * 8
+    for name, runs in events.items():
+        if "accuracy" not in runs[0] or name.startswith("ablation-"):
+            continue
+        first = runs[0]
+        point = POINTS.get(name.partition("_")[0])
+        asked = f"{point.target}" if point is not None and point.target else ""
+        steps = [r["ms_per_step"] for r in runs if "ms_per_step" in r]
+        cells = [
+            name, f"{first['epochs']:g}", f"{first['fewer_macs']:.2f}", f"{first['sparsity']:.1%}", str(len(runs)),
+            spread([r["accuracy"] for r in runs]), asked, f"{statistics.mean(steps):.2f}" if steps else "",
+        ]  # fmt: skip
+        yield "| " + " | ".join(cells) + " |"
+
+
+def ablation(events: Events) -> Iterator[str]:
+    chosen = {n: r for n, r in events.items() if n.startswith("ablation-")}
+    columns = [("finetune", "plain"), ("finetune", "distilled"), ("rewind", "plain"), ("rewind", "distilled")]
+    rows = sorted({tuple(n.split("-")[1:4]) for n in chosen})
+    if not rows:
+        return
+    yield "| point | score | allocation | " + " | ".join(", ".join(c) for c in columns) + " |"
+    yield "|" + "---|" * (3 + len(columns))
+    for row in rows:
+        names = ["-".join(("ablation", *row, *c)) for c in columns]
+        cells = [spread([r["accuracy"] for r in chosen[n]]) if n in chosen else "" for n in names]
+        yield "| " + " | ".join((*row, *cells)) + " |"
+
+
+def drops(events: Events) -> Iterator[str]:
+    for name, runs in events.items():
+        if "drop" in runs[0]:
+            yield f"| {name}, right after pruning | accuracy |"
+            yield "|---|---|"
+            for what in runs[0]["drop"]:
+                yield f"| {what} | {spread([r['drop'][what] for r in runs])} |"
+            yield ""
+
+
+def speeds(folder: Path) -> Iterator[str]:
+    lines = [json.loads(t) for p in sorted(folder.glob("speed-*.jsonl")) for t in p.read_text().splitlines()]
+    found = [e for e in lines if e["event"] == "speed"]
+    if found:
+        yield "| switches | beside | teacher | zeros held | ms a step | set up, s |"
+        yield "|---|---|---|---|---|---|"
+    for e in found:
+        took = f"{e['ms_per_step']} | {e['set_up_s']}" if "ms_per_step" in e else f"{e['failed'][:80]} |"
+        yield f"| {e['switches']} | {e['beside']} | {e['teacher']} | {e['zeros']} | {took} |"
+
+
+def write(folder: Path) -> str:
+    parts = []
+    for split in ("test", "validation"):
+        events = read(folder, split)
+        if events:
+            parts += [*table(events, split), "", *drops(events), *ablation(events), ""]
+    text = "\n".join([*parts, *speeds(folder)]).strip() + "\n"
+    (folder / "tables.md").write_text(text)
+    return text

@@ -1,0 +1,98 @@
+"""The CIFAR-10 benchmark, on noise and a tiny network: it runs, skips what is done, and tells what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from benchmarks.cifar.__main__ import main
+from benchmarks.cifar.data import Images, accuracy, load, shrunk, unshrunk
+from benchmarks.cifar.model import ResNet
+from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    small = ["--data", "random", "--blocks", "1", "--limit", "192", "--device", "cpu", "--split", "validation"]
+    return [*small, "--out", str(folder / "out"), "--runs", str(folder / "runs"), "--one", "0", *more]
+
+
+@pytest.mark.filterwarnings("ignore:.*is all zero now")
+def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ("--set", "batch=64", "--epochs", "1")
+    points = ["structured-4", "promise-half-40", "unstructured-90", "nm24"]
+    assert main(words(tmp_path, "--point", "base", *quick)) == 0
+    assert main(words(tmp_path, "--point", *points, *quick)) == 0
+    files = sorted((tmp_path / "out").glob("*.jsonl"))
+    assert len(files) == 1 + len(points)
+    ends = {f.name.partition("_")[0]: json.loads(f.read_text().splitlines()[-1]) for f in files}
+    assert all(e["event"] == "done" and len(e["digest"]) == 64 for e in ends.values())
+    assert 3.5 < ends["structured-4"]["fewer_macs"] < 4.5 and ends["unstructured-90"]["sparsity"] == 0.9
+    before = {f: f.read_bytes() for f in files}
+    main(words(tmp_path, "--point", *points, *quick))
+    assert {f: f.read_bytes() for f in files} == before  # what is done is not done again
+    capsys.readouterr()
+    assert main(words(tmp_path, "--tables")) == 0
+    table = capsys.readouterr().out
+    assert all(p in table for p in points) and "94.2" in table
+    assert main(words(tmp_path, "--collect", str(tmp_path / "back"))) == 0
+    assert (tmp_path / "back" / "results.tgz").exists() and (tmp_path / "back" / "base-validation.safetensors").exists()
+
+
+def test_a_run_without_its_base_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--point base comes first"):
+        main(words(tmp_path, "--point", "structured-4"))
+
+
+def test_a_session_that_is_over_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "--point", "base", "--set", "batch=64", "--epochs", "1", "--deadline", "1")) == 0
+    assert "stopped" in capsys.readouterr().out
+
+
+def test_every_point_is_a_recipe() -> None:
+    assert {n for group in GROUPS.values() for n in group} <= set(POINTS)
+    assert len(ABLATION) == 6 * 8 + 4 * 8
+    name, changed = recipe_of("structured-2.57", ["stream"], ["lr=0.05", "distill=false", "rounds=3"])
+    assert name == "structured-2.57_stream_lr-0.05_distill-false_rounds-3"
+    assert not changed.inner and changed.lr == 0.05 and changed.distill is False and changed.rounds == 3
+    with pytest.raises(SystemExit, match="expected one of"):
+        names_of("structured-3")
+
+
+def test_pixels_come_back() -> None:
+    smooth = np.cumsum(np.random.default_rng(1).integers(-9, 10, (5, 32, 32, 3)), axis=1).astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
+    for images in (smooth, noise):
+        assert np.array_equal(unshrunk(shrunk(images)), images)
+
+
+def test_validation_images_are_held_out() -> None:
+    device = torch.device("cpu")
+    train, held = load(Path("random"), "validation", device)
+    whole, _ = load(Path("random"), "test", device)
+    assert len(train.y) + len(held.y) == len(whole.y)
+    seen = {bytes(x.numpy().tobytes()) for x in train.x}
+    assert not any(bytes(x.numpy().tobytes()) in seen for x in held.x)
+
+
+def test_accuracy_is_in_percent() -> None:
+    model = ResNet(1).train()
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.copy_(torch.eye(10)[3])
+    images = Images(torch.zeros(8, 3, 32, 32, dtype=torch.uint8), torch.tensor([3] * 6 + [1] * 2))
+    assert accuracy(model, images) == 75.0 and model.training
