@@ -210,8 +210,20 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
-    same = (budget, pattern, step.schedule, total_epochs, lr, chosen.rate, chosen.seed, fade, distill, len(mend))
-    same += (temperature, share, chosen.weight_decay, chosen.clip)
+    learning = (temperature, share, chosen.weight_decay, chosen.clip)
+    same = (
+        budget,
+        pattern,
+        step.schedule,
+        total_epochs,
+        lr,
+        chosen.rate,
+        chosen.seed,
+        fade,
+        distill,
+        len(mend),
+        learning,
+    )
     keeper = None if checkpoint is None else Keeper(checkpoint, same)
     found = None if keeper is None else keeper.found()
     targets = step.targets(model, example_inputs)
