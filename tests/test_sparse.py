@@ -227,6 +227,7 @@ def test_gradients_reach_inputs_and_bias() -> None:
 
 
 def test_compiled_models_use_it() -> None:
+    torch.compiler.reset()  # it gives up on code that was compiled for many models, as those of other tests were
     model = nn.Sequential(layer_of(64, 32, 0.8), nn.GELU(), layer_of(8, 64, 0.8)).eval()
     packed = sw.pack(model)
     x = torch.randn(3, 32)
