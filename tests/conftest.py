@@ -1,7 +1,9 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import sapwood.capture.tracker as tracker
 
@@ -20,3 +22,13 @@ def seeded_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights in every run; a rule that raises is a bug here, not a frozen group."""
     torch.manual_seed(0)
     monkeypatch.setattr(tracker, "STRICT", True)
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """Also where there is a GPU, which tests/test_gpu_training.py is for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)

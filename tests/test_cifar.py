@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.data import Images, accuracy, load, shrunk, unshrunk
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def words(folder: Path, *more: str) -> list[str]:

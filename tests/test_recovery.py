@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,15 +25,7 @@ from sapwood.surgery.compose import compose
 from tests.helpers import build, outputs, snapshot
 from tests.nets import CASES
 
-
-@pytest.fixture(autouse=True, scope="module")
-def on_the_cpu() -> Iterator[None]:
-    """Also where there is a GPU, which tests/test_gpu_training.py is for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def blobs(count: int = 256, batch: int = 32) -> tuple[DataLoader, torch.Tensor, torch.Tensor]:
