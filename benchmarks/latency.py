@@ -79,6 +79,8 @@ class Bench:
         self.console = Console(width=160)
         self.known: dict[Any, Any] = {}
         self.no_peer: dict[str, str] = {}
+        self.stages: dict[str, float] = {}
+        self.stage = ("", 0.0)
 
     def model(self, name: str) -> nn.Module:
         torch.manual_seed(0)
@@ -129,6 +131,14 @@ class Bench:
         self.results.setdefault(part, {})[key] = {"about": about, **found}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
+
+    def tell(self, what: str, _done: int, _of: int) -> None:
+        """Seconds of each stage of a plan; an empty one ends the last."""
+        before, since = self.stage
+        if before != what:
+            if before:
+                self.stages[before] = round(self.stages.get(before, 0.0) + time.time() - since, 2)
+            self.stage = (what, time.time())
 
     def peer(self, model: nn.Module, kept: float, name: str) -> nn.Module | str:
         """The same channel ratio by Torch-Pruning, or why there is none."""
@@ -212,8 +222,8 @@ class Bench:
     def plans(self, name: str, batch: int) -> None:
         (model, x, dense), one = self.dense(name, batch), self.inputs(1)
         dense_one = self.deployed(model, one) if self.o.one else None
-        for share in (0.7, 0.5, 0.35):
-            started = time.time()
+        for share in map(float, self.o.shares.split(",")):
+            started, self.stages = time.time(), {}
             found: dict[str, Any]
             try:
                 planner = self.planner(model, x, share, dense)
@@ -224,13 +234,14 @@ class Bench:
                 found = {"failed": str(error), "tries": tries}
                 self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
                 continue
+            self.tell("", 0, 0)
             took, left = time.time() - started, plan.achieved
             kept = left["channels"] / left["dense_channels"]
-            found = {"plan_s": took, "channels_kept": kept, "achieved": dict(left)}
+            found = {"plan_s": took, "stages_s": self.stages, "channels_kept": kept, "achieved": dict(left)}
             found["tries"] = [t.share(planner.budget) for t in planner.tried]
             found["latency"] = 1 / left["speed"]  # of dense, which took turns with it
             if dense_one is not None:
-                ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one)}
+                ones = {"dense": dense_one, "cut": self.deployed(sw.cut(model, plan), one, dense_one.backend)}
                 found["batch 1"] = self.turns(ones, one)
             peer = self.peer(model, kept, name) if self.o.peer else "not asked for"
             if isinstance(peer, nn.Module):
@@ -241,7 +252,7 @@ class Bench:
             self.keep("plans", f"{name}, batch {batch}, {share}", found, started)
             self.console.print(
                 f"plans {name} {share}: measured {found['latency']:.3f} ({found['latency'] / share - 1:+.1%}), "
-                f"plan took {took:.0f} s, tries {[round(t, 3) for t in found['tries']]}, {plan.notes}"
+                f"plan took {took:.0f} s {self.stages}, tries {[round(t, 3) for t in found['tries']]}, {plan.notes}"
             )
 
     def planner(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> LatencyPlanner:
@@ -253,7 +264,8 @@ class Bench:
             "round_to": preferred(model, call, self.o.backend),
             "score_name": "l1",
         }
-        return LatencyPlanner(model, call, sw.Budget(latency=share), "l1", options, None, self.o.backend, known=dense)
+        budget = sw.Budget(latency=share)
+        return LatencyPlanner(model, call, budget, "l1", options, self.tell, self.o.backend, known=dense)
 
     def equal(self, name: str, batch: int) -> None:
         model, x, dense = self.dense(name, batch)
@@ -346,6 +358,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--shares", default="0.7,0.5,0.35", help="plans: the budgets")
     parser.add_argument("--peer", action="store_true", help="also Torch-Pruning at the same channel ratio")
     parser.add_argument("--one", action="store_true", help="plans: also at batch 1")
     parser.add_argument("--out", default="benchmarks/results/latency.json")

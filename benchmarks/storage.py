@@ -12,7 +12,8 @@ as a program that starts does it; several processes take turns. Bundles are veri
 
 Each round waits for a quiet moment, and is run again when other programs kept the cores busy meanwhile:
 plain loading copies by a team of threads that wait for each other, which then takes several times as long
-and would flatter the bundle.
+and would flatter the bundle. Before each call there is a pause, because the threads of the last one go on
+spinning for some milliseconds and would take a core from whatever comes next.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from torch import nn
 import sapwood as sw
 
 ROUNDS, STARTS = 25, 7
+PAUSE = 0.05
+"""Seconds before each call: the threads that torch copies with spin for a while after they are done."""
 PATIENCE = 600
 """Seconds to wait for a quiet moment."""
 FIRST = """
@@ -71,6 +74,7 @@ def sparse(model: nn.Module, zeros: float) -> nn.Module:
 
 
 def seconds(call: Callable[[], object]) -> float:
+    time.sleep(PAUSE)
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -25,7 +25,7 @@ from sapwood.storage.atomic import replacing
 
 MAX_HEADER = 64 * 2**20
 BITMAP, GAPS, VALUES = "#bitmap", "#gaps", "#values"
-_CHUNK, _BLOCK, _STEP = 2**17, 2**19, 2**13
+_CHUNK, _STEP = 2**17, 2**15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {
     "F64": torch.float64,
@@ -120,17 +120,19 @@ def _from_gaps(dense: np.ndarray, gaps: np.ndarray, given: np.ndarray, place: st
     if len(gaps) != len(given) or not gaps.all():
         raise _miscounted(place, len(given))
     at = -1  # the last place that is filled
-    for start in range(0, len(gaps), _BLOCK):
-        places = gaps[start : start + _BLOCK].astype(np.intp)
+    room = np.empty(min(_STEP, len(gaps)), dtype=np.intp)  # once: new memory costs more than what is done with it
+    for start in range(0, len(gaps), _STEP):  # what is cleared is still in the cache when it is filled
+        piece = gaps[start : start + _STEP]
+        places = room[: len(piece)]
+        places[:] = piece
         places[0] += at
         np.cumsum(places, out=places)
-        if places[-1] >= len(dense):
+        last = int(places[-1])
+        if last >= len(dense):
             raise _miscounted(place, len(given))
-        for first in range(0, len(places), _STEP):  # what is cleared is still in the cache when it is filled
-            to = places[first : first + _STEP]
-            dense[at + 1 : to[-1] + 1] = 0
-            dense[to] = given[start + first : start + first + len(to)]
-            at = int(to[-1])
+        dense[at + 1 : last + 1] = 0
+        dense[places] = given[start : start + _STEP]
+        at = last
     dense[at + 1 :] = 0
 
 
