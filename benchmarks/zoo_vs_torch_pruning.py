@@ -23,6 +23,7 @@ import concurrent.futures
 import copy
 import csv
 import datetime
+import gc
 import importlib
 import multiprocessing
 import os
@@ -315,6 +316,8 @@ def warm_up() -> None:
     torch.set_num_threads(1)  # threads do not survive in a child
     for tool in (ours, theirs):
         tool(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(2, 8), Side())
+    gc.collect()
+    gc.freeze()  # what the libraries hold is not searched for garbage on anybody's clock
 
 
 # -- what to run, and what to say ---------------------------------------------------------------

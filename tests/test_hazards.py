@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers import build, halve, outputs, same, size, snapshot
-from tests.nets import CASES
+from tests.nets import CASES, Pool, conv
 
 # Nets where something must stay whole: at most this fraction of the parameters is left.
 LEFT = {
@@ -61,6 +62,16 @@ def test_grouped_query_attention_keeps_the_ratio_of_heads() -> None:
     model, inputs = build("grouped_query_attention")
     small = halve(model, inputs).model
     assert small.q.weight.shape == (16, 16) and small.kv.weight.shape == (16, 16)
+
+
+@pytest.mark.parametrize(("groups", "left", "shape"), [(2, 2, (16, 8, 3, 3)), (8, 4, (16, 4, 3, 3))])
+def test_the_longer_side_of_a_grouped_convolution_is_cut(groups: int, left: int, shape: tuple[int, ...]) -> None:
+    """Two groups of sixteen are few to choose from, and whole ones would leave half of the work, not a quarter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 32), conv(32, 32, groups=groups), nn.ReLU(), conv(32, 8, 1), Pool(8))
+    done = halve(model, torch.randn(2, 3, 8, 8))
+    assert done.model[1].groups == left and tuple(done.model[1].weight.shape) == shape
+    assert done.check.status == "exact" and not done.plan.notes
 
 
 def test_torch_attention_keeps_its_own_invariants() -> None:

@@ -51,8 +51,8 @@ def _nodes(grids: list[Grid], label: np.ndarray) -> list[list[int]]:
     return [[next(numbers) for _ in grid.axes] for grid in grids]
 
 
-def _choose(nodes: list[list[int]], unusable: set[int], shared: set[int]) -> set[int]:
-    """Free nodes such that no grid has two: outer axes (heads) before inner ones (head width).
+def _choose(nodes: list[list[int]], unusable: set[int], shared: set[int], preferred: set[int]) -> set[int]:
+    """Free nodes such that no grid has two: those preferred, then outer axes (heads) before inner ones (head width).
 
     Axes that a softmax runs over come last: their entries share out a whole.
     """
@@ -60,7 +60,9 @@ def _choose(nodes: list[list[int]], unusable: set[int], shared: set[int]) -> set
     for row in nodes:
         for place, node in enumerate(row):
             places.setdefault(node, []).append(place)
-    order = sorted(places, key=lambda n: (n in shared, sum(places[n]) / len(places[n]), -len(places[n])))
+    order = sorted(
+        places, key=lambda n: (n in shared, n not in preferred, sum(places[n]) / len(places[n]), -len(places[n]))
+    )
     rivals: dict[int, set[int]] = {}
     for row in nodes:
         for node in row:
@@ -85,8 +87,10 @@ def find_classes(tracker: Tracker) -> Classes:
     unusable = {node for axis, node in sides if pinned[label[axis]].all()}
     softmax = _flags(label, [ids for ids, why in tracker.inexact if why == SOFTMAX])
     shared = {node for axis, node in sides if softmax[label[axis]].any()}
+    wanted = _flags(label, tracker.preferred)
+    preferred = {node for axis, node in sides if wanted[label[axis]].any()}
     for _ in range(_MAX_ROUNDS):
-        free = _choose(nodes, unusable, shared)
+        free = _choose(nodes, unusable, shared, preferred)
         found = _resolve(tracker, nodes, free)
         collapsed = _collapsed(found, grids, nodes, free) - unusable
         if not collapsed:

@@ -37,6 +37,8 @@ _WITHOUT_PARTS = frozenset(
 """Types whose values a copy shares."""
 _CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
 _EMPTY = frozenset((dict, OrderedDict, set, list))
+_HOOKS = frozenset(vars(nn.Module()))
+"""Attributes that every module has of its own."""
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
 
@@ -55,17 +57,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 def named_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What ``named_modules`` gives, without a generator inside a generator for every level."""
     found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-
-    def visit(module: nn.Module, path: str) -> None:
-        if id(module) not in seen:
-            seen.add(id(module))
+    seen: set[nn.Module] = set()
+    ahead = [("", model)]
+    while ahead:
+        path, module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
             found.append((path, module))
-            for name, part in module._modules.items():
-                if part is not None:
-                    visit(part, f"{path}.{name}" if path else name)
-
-    visit(model, "")
+            start = path + "." if path else ""
+            ahead.extend((start + n, m) for n, m in reversed(module._modules.items()) if m is not None)
     return found
 
 
@@ -196,14 +196,22 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     elif kind is dict or (kind is OrderedDict and not vars(value)):
         made = memo[id(value)] = kind()
         for key, item in value.items():
-            made[_copied(key, memo)] = _copied(item, memo)
+            plain = type(key) in _WITHOUT_PARTS
+            made[key if plain else _copied(key, memo)] = item if type(item) in _WITHOUT_PARTS else _copied(item, memo)
     elif isinstance(value, nn.Module) and _copies_plainly(kind):
         made = memo[id(value)] = kind.__new__(kind)
-        state = value.__getstate__() if hasattr(nn.Module, "__getstate__") else dict(vars(value))
-        for name, item in state.items():
-            if type(item) not in _WITHOUT_PARTS:
+        usual = kind.__setstate__ is nn.Module.__setstate__
+        state = vars(made) if usual else {}
+        for name, item in vars(value).items():
+            of = type(item)
+            if of in _WITHOUT_PARTS:
+                state[name] = item
+            elif of in _EMPTY and not item and name in _HOOKS:
+                state[name] = of()
+            else:
                 state[name] = _copied(item, memo)
-        made.__setstate__(state)
+        if not usual:
+            made.__setstate__(state)
     else:
         made = copy.deepcopy(value, memo)
     return made

@@ -36,6 +36,8 @@ class Tracker:
     pins: list[tuple[np.ndarray, str]] = field(default_factory=list)
     inexact: list[tuple[np.ndarray, str]] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)
+    preferred: list[np.ndarray] = field(default_factory=list)
+    """Sides of grids to cut before others."""
     vectors: list[np.ndarray] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
     equalities: list[tuple[Expr, Expr, str]] = field(default_factory=list)

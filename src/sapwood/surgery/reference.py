@@ -206,17 +206,26 @@ def _contraction(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
     if name not in bound or bound[name].dim() != 2:
         bound[left] = _zeroed(bound[left], -1, kept)
         return _call(op, bound)
-    rows = survivors(bound[name], made)
+    rows, size = survivors(bound[name], made), bound[name].shape[made]
+    bound[name] = _part(bound[name], {made: rows, read: kept})
     if kept is not None:
-        bound[left], bound[name] = bound[left].index_select(-1, kept), bound[name].index_select(read, kept)
+        bound[left] = bound[left].index_select(-1, kept)
     if rows is None:
         return _call(op, bound)
-    size = bound[name].shape[made]
-    bound[name] = bound[name].index_select(made, rows)
     bias = {"aten::linear": "bias", "aten::addmm": "self"}.get(short_name(op))
     if bias and bound[bias] is not None and bound[bias].dim() and bound[bias].shape[-1] == size:
         bound[bias] = bound[bias].index_select(-1, rows)
     return _among_others(_call(op, bound), -1, rows, size)
+
+
+def _part(weight: torch.Tensor, kept: dict[int, torch.Tensor | None]) -> torch.Tensor:
+    """Survivors along several dims, those that lie farthest apart in memory first; a transposed weight stays one."""
+    if weight.dim() == 2 and weight.stride(0) < weight.stride(1):
+        return _part(weight.t(), {1 - dim: positions for dim, positions in kept.items()}).t()
+    for dim in sorted(kept, key=weight.stride, reverse=True):
+        positions = kept[dim]
+        weight = weight if positions is None else weight.index_select(dim, positions)
+    return weight
 
 
 @_reads("aten::convolution", "aten::_convolution")
@@ -231,11 +240,11 @@ def _convolution(op: Any, bound: dict[str, Any], survivors: Survivors) -> Any:
             bound["input"] = _zeroed(x, 1, kept)
         return _call(op, bound)
     rows = survivors(weight, made)
+    bound["weight"] = _part(weight, {made: rows, read: kept})
     if kept is not None:
-        bound["input"], bound["weight"] = x.index_select(1, kept), weight.index_select(read, kept)
+        bound["input"] = x.index_select(1, kept)
     if rows is None:
         return _call(op, bound)
-    bound["weight"] = bound["weight"].index_select(made, rows)
     if bound["bias"] is not None:
         bound["bias"] = bound["bias"].index_select(0, rows)
     return _among_others(_call(op, bound), 1, rows, weight.shape[made])

@@ -140,10 +140,13 @@ def convolution(call: Call) -> None:
 
 
 def _grouped(call: Call, channels: Ids, held: list[Ids], groups: int) -> Ids:
-    """Rows of the grid are the groups, columns the channels within one."""
+    """Rows of the grid are the groups, columns the channels within one; the side with more of them is cut."""
     tracker, x, weight, out = call.tracker, call["input"], call["weight"], call.out
     rows, columns = tracker.split(channels, (groups, x.shape[1] // groups))
     tracker.equate(tracker.hints.get("groups", groups), rows, "the number of groups")
+    for made in (columns, held[1]):
+        if made is not None and len(made) > groups:
+            tracker.preferred.append(made)
     if call["transposed"]:
         tracker.link(channels, held[0], call.name)
         return tracker.merge([rows, held[1]], [groups, weight.shape[1]])
