@@ -19,7 +19,7 @@ from sapwood.measurement import tables
 from sapwood.measurement.clock import Timing
 from sapwood.measurement.steps import preferred_steps
 from sapwood.measurement.tables import OperatorTimes
-from sapwood.pipeline import latency, rounding, staircase
+from sapwood.pipeline import latency, quickly, rounding, staircase
 from sapwood.pipeline.predict import Near, Prediction
 from sapwood.planning.counts import Steps, steps_for
 from sapwood.planning.draft import score_kept, weights_of
@@ -338,9 +338,47 @@ def test_a_budget_that_needs_nothing_cuts_nothing(by_formula: Callable[[Clock], 
 def test_what_cannot_be_reached_is_told_with_the_best(by_formula: Callable[[Clock], Clock]) -> None:
     by_formula(Clock(fixed=10.0))
     with pytest.raises(
-        sw.SapwoodError, match=r"Budget\(latency=0.1\).*the best found is 1\d\.\d ms, 4\d% of the dense"
+        sw.SapwoodError, match=r"Budget\(latency=0.1\).*the best found is 10(\.\d)? ms, 4\d% of the dense"
     ):
         sw.make_plan(chain(), X, sw.Budget(latency=0.1))
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_what_takes_long_to_make_ready_is_guessed_at_first(
+    by_formula: Callable[[Clock], Clock], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """The quick form has other times: half as long again, and a part that no cut makes shorter."""
+    clock, model, made = by_formula(Clock(fixed=0.5)), chain(128), list[str]()
+
+    class Form(nn.Module):
+        form = "folded, eager"
+
+        def __init__(self, plain: nn.Module, way: str) -> None:
+            super().__init__()
+            self.plain, self.backend = plain, "eager" if way == "auto" else way
+            made.append(self.backend)
+
+        def runner_for(self, inputs: Any) -> Any:
+            return type("Runner", (), {"call": (self.plain, self.backend)})
+
+    ms = clock.ms
+    clock.ms = lambda call: ms(call[0]) * 1.5 + 4 if call[1] == "graph" else ms(call[0])  # type: ignore[method-assign]
+    monkeypatch.setattr(latency, "QUICK", {("cpu", "eager"): "graph"})
+    for module in (latency, quickly):
+        monkeypatch.setattr(module, "deploy", lambda model, _, way="auto", **__: Form(model, way))
+        monkeypatch.setattr(module, "take_turns", clock)
+    plan = sw.make_plan(model, X, sw.Budget(latency=share))
+    left = ms(sw.cut(model, plan)) / ms(model)
+    assert share * 0.97 <= left <= share * 1.03
+    assert plan.achieved["latency_ms"] == ms(sw.cut(model, plan))  # measured, not guessed
+    assert 1 < made.count("eager") < made.count("graph")
+
+
+def test_narrower_layers_are_tried_where_all_plans_are_too_slow(by_formula: Callable[[Clock], Clock]) -> None:
+    clock, model = by_formula(Clock()), chain(512)
+    plan = sw.make_plan(model, X, sw.Budget(latency=0.012))
+    assert min(len(kept) for kept in plan.groups.values()) < 512 * latency.FLOOR
+    assert 0.97 <= clock.ms(sw.cut(model, plan)) / clock.ms(model) / 0.012 <= 1.03
 
 
 def test_a_noisy_machine_gives_no_plan(by_formula: Callable[[Clock], Clock]) -> None:

@@ -15,7 +15,8 @@ from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import name_of
 from sapwood.measurement.tables import OperatorTimes
 from sapwood.pipeline.planner import Fails, Planner
-from sapwood.pipeline.predict import FINE, LEVELS, Near, Prediction
+from sapwood.pipeline.predict import DEEP, FINE, FLOOR, LEVELS, Near, Prediction
+from sapwood.pipeline.quickly import QUICK, Quickly
 from sapwood.planning.counts import Steps, steps_for
 from sapwood.planning.draft import block_sizes, describe, fixed_groups, plan_of_counts
 from sapwood.surgery.cut import cut
@@ -55,6 +56,7 @@ class LatencyPlanner(Planner):
     """The dense model in its best form, where that is known already."""
     near: Near | None = None
     fine: bool = False
+    floor: float = FLOOR
     tried: list[_Try] = field(default_factory=list, repr=False)
     _seen: dict[str, str] | None = field(default=None, repr=False)
 
@@ -68,6 +70,8 @@ class LatencyPlanner(Planner):
         self.way = self.dense.backend
         self.dense_ms = self._clock({"dense": self.dense})["dense"].median_ms
         self.told("measuring the dense model", 1, 1)
+        quick = QUICK.get((self.device.type, self.way))
+        self.quick = Quickly(self.model, self.inputs, quick) if quick else None
         arranged = "arranged" in self.dense.form or "channels_last" in self.dense.form
         self.times = OperatorTimes(self.device, self.way, channels_last=arranged)
 
@@ -76,7 +80,7 @@ class LatencyPlanner(Planner):
         fixed = fixed_groups(self.trace, self.options["ignore"], self.barred)
         levels = FINE if self.fine else LEVELS
         steps = steps_for(self.options["round_to"], block_sizes(self.trace), self.trace.dense)
-        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels, self.near)
+        made = Prediction(self.trace, self.scores, self.times, steps, fixed, levels, self.near, self.floor)
         made.fill(self.dense_ms, self.told)
         self.times.save()
         return made
@@ -92,14 +96,14 @@ class LatencyPlanner(Planner):
     def plan_until(self, fails: Fails) -> Plan:
         """Move the limit of the prediction until the measured latency is within 3% of the budget.
 
-        Where no limit does: keep what moves the latency in large steps as it is, and move the rest; then with finer
-        steps.
+        Where no limit does: narrower layers, if all plans were too slow; keep what moves the latency in large steps
+        as it is, and move the rest; then with finer steps.
         """
         self.tried = []
         target = self.budget.limit_ms(self.dense_ms)
         self.limit = 0.99 * target
         if not self._search(fails, target) and isinstance(self.options["round_to"], Steps):
-            for go_near in (self._hold, self._refine):
+            for go_near in (self._deepen, self._hold, self._refine):
                 if go_near(target) and self._search(fails, target):
                     break
         self.told("measuring cut models", 1, 1)
@@ -107,26 +111,61 @@ class LatencyPlanner(Planner):
 
     def _search(self, fails: Fails, target: float) -> bool:
         """Bisect from the limit on, by what the clock says; whether a plan came close."""
-        low, high, enough = 0.0, 2 * max(target, self.limit), len(self.tried) + TRIES
+        before, drafts = len(self.tried), list[tuple[float, Plan]]()
+        most = 2 * max(self.dense_ms, self.limit)
         for _ in range(DRAFTS):
-            self.told("measuring cut models", len(self.tried), enough)
-            known = self._known(self.draft())
-            found = known or self._timed(super().plan_until(fails))
-            if known is None:
-                self.tried.append(found)
-            share = found.share(self.budget)
-            if 1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not found.plan.groups):
+            self.told("measuring cut models", len(self.tried) - before, TRIES)
+            plan = self.draft()
+            new = self._share(plan) is None
+            plan = super().plan_until(fails) if new else plan
+            share = self._clocked(plan)
+            drafts.append((self.limit, plan))
+            if self._known(plan) is not None and (1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not plan.groups)):
                 return True
-            low, high = (low, min(high, self.limit)) if share > 1 else (max(low, self.limit), high)
-            ends = high - low < 0.005 * target or (share > 1 and self._is_fastest(found.plan))
-            if ends or len(self.tried) >= enough:
+            shares = [(limit, self._share(p) or 0.0) for limit, p in drafts]
+            low = max((limit for limit, s in shares if s <= 1), default=0.0)
+            high = min((limit for limit, s in shares if s > 1), default=most)
+            ends = self._is_fastest(plan) if share > 1 else self._is_widest(plan)
+            if ends or high - low < 0.005 * target or len(self.tried) - before >= TRIES:
                 break
             aim = self.limit * 0.985 / share
-            self.limit = aim if low < aim < high and known is None else (low + high) / 2
+            self.limit = aim if low < aim < high and new else (low + high) / 2
+        if len(self.tried) == before:  # all of them were only guessed at
+            nearest = min(drafts, key=lambda draft: abs((self._share(draft[1]) or 0.0) - 1))[1]
+            return 1 - CLOSE <= self._timed(nearest).share(self.budget) <= 1.0
         return False
+
+    def _share(self, plan: Plan) -> float | None:
+        """Of what the budget allows: measured, or guessed, or not known."""
+        found = self._known(plan)
+        if found is not None:
+            return found.share(self.budget)
+        raw = self.quick.raw(plan) if self.quick else None
+        return raw * self.quick.factor * self._allowed() if self.quick and raw is not None else None
+
+    def _clocked(self, plan: Plan) -> float:
+        """Measured where a guess does not rule it out."""
+        if self._known(plan) is None and self.quick and plan.groups:
+            guess = self.quick.share(plan) * self._allowed()
+            if abs(guess - 1 + CLOSE / 2) > self.quick.off:
+                return guess
+        found = self._known(plan) or self._timed(plan)
+        return found.share(self.budget)
+
+    def _allowed(self) -> float:
+        """From a share of the dense time to a share of the budget."""
+        return self.dense_ms / self.budget.limit_ms(self.dense_ms)
 
     def _known(self, plan: Plan) -> _Try | None:
         return next((t for t in self.tried if t.plan.groups == plan.groups), None)
+
+    def _deepen(self, target: float) -> bool:
+        """Narrower layers than anyone would like, where all plans were too slow."""
+        if any(t.share(self.budget) <= 1 + CLOSE for t in self.tried) or self.floor == DEEP:
+            return False
+        self.floor, self.limit = DEEP, 0.99 * target
+        self._go_near(None, None)
+        return True
 
     def _hold(self, target: float) -> bool:
         """Around the plan that is nearest above the budget, or below: what is bulky stays, the rest may change."""
@@ -165,6 +204,9 @@ class LatencyPlanner(Planner):
     def _is_fastest(self, plan: Plan) -> bool:
         return self._counts(plan) == self.prediction.counts(self.prediction.fastest())
 
+    def _is_widest(self, plan: Plan) -> bool:
+        return self._counts(plan) == self.prediction.counts([len(c) - 1 for c in self.prediction.choices])
+
     def _best(self, tried: list[_Try]) -> Plan:
         """The nearest to the budget that does not go over it by more than 3%, with its figures."""
         shares = [(t.share(self.budget), t) for t in tried]
@@ -196,12 +238,18 @@ class LatencyPlanner(Planner):
         )
 
     def _timed(self, plan: Plan) -> _Try:
+        """Measured, and remembered."""
         if not plan.groups:
             times = self._clock({"dense": self.dense})
-            return _Try(plan, times["dense"], times["dense"])
-        small = deploy(cut(self.model, plan), self.inputs, self.way, seconds=0.5)
-        times = self._clock({"dense": self.dense, "cut": small})
-        return _Try(plan, times["cut"], times["dense"])
+            found = _Try(plan, times["dense"], times["dense"])
+        else:
+            small = deploy(cut(self.model, plan), self.inputs, self.way, seconds=0.5)
+            times = self._clock({"dense": self.dense, "cut": small})
+            found = _Try(plan, times["cut"], times["dense"])
+        self.tried.append(found)
+        if self.quick:
+            self.quick.learn(plan, found.share(self.budget) / self._allowed())
+        return found
 
     def _clock(self, forms: dict[str, Deployed]) -> dict[str, Timing]:
         """Both in turns; when the clock cannot decide within 3%, again with more time, then not at all."""

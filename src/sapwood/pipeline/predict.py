@@ -17,7 +17,7 @@ from sapwood.planning.knapsack import Knapsack, choose, quickest
 from sapwood.types import Tell
 
 LEVELS, FINE = 10, 30  # choices of width per unit
-FLOOR = 0.125  # no group is cut below this share
+FLOOR, DEEP = 0.125, 0.03125  # no group is cut below this share, and where that is not enough
 ABOVE = 1.5  # how far above a base its finer choices go
 LEAST = 0.15  # of the time that is not the timed operators': launches and such, which no cut makes shorter
 ANCHORS = 4  # of one side of a pair's table; the rest lies between
@@ -44,12 +44,13 @@ class Prediction:
         fixed: np.ndarray,
         levels: int = LEVELS,
         near: Near | None = None,
+        floor: float = FLOOR,
     ) -> None:
         self.trace, self.scores, self.times = trace, scores, times
         self.units = units_of(trace.dense, [form for form, _ in trace.constraints])
         self.unit_of = {g: n for n, unit in enumerate(self.units) for g in unit.groups}
         widths = np.array(trace.dense, dtype=float)
-        self.levels, self.near = levels, near
+        self.levels, self.near, self.floor = levels, near, floor
         self._fastest: list[int] | None = None
         self._best: dict[float, list[int]] = {}
         self.choices = [self._choices(number, widths, steps, fixed) for number in range(len(self.units))]
@@ -63,9 +64,9 @@ class Prediction:
         found = {tuple(own.tolist()): own}
         if near is not None and number in near.held:
             return [own]
-        least, most = FLOOR, 1.0
+        least, most = self.floor, self.floor / FLOOR
         if near is not None and near.upwards:
-            least = max(FLOOR, float((own / whole).min()))
+            least = max(self.floor, float((own / whole).min()))
             most = min(1.0, ABOVE * least)
         else:
             found[tuple(whole.tolist())] = whole
