@@ -14,6 +14,7 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.measurement import clock, convolutions, count, rewrite, take_turns
+from sapwood.measurement.attention import without_copies
 from sapwood.measurement.backends import available, prepare
 from sapwood.measurement.clock import Timing, interval
 from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
@@ -425,3 +426,53 @@ def test_flops_of_a_model_that_hands_a_parameter_to_a_module() -> None:
             return out
 
     assert count(Net(), torch.randn(2, 4))["macs"] == 8 * 4
+
+
+# -- attention without copies -----------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self, heads: int, **settings: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(heads * 8, heads, batch_first=True, **settings)
+
+    def forward(self, x: torch.Tensor, **asked: Any) -> Any:
+        return self.attention(x, x, x, **asked)
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"need_weights": False},
+        {},
+        {"need_weights": False, "attn_mask": torch.eye(5, dtype=torch.bool)},
+        {"need_weights": False, "key_padding_mask": torch.tensor([[False, False, False, True, True]] * 2)},
+    ],
+    ids=["itself", "weights wanted", "mask", "padding"],
+)
+def test_lean_attention_gives_what_torch_gives(heads: int, settings: dict[str, Any], asked: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Attends(heads, **settings).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 5, heads * 8)
+    lean, changed = without_copies(model)
+    assert changed == 1 and type(model.attention) is nn.MultiheadAttention
+    assert lean.attention.in_proj_weight.data_ptr() == model.attention.in_proj_weight.data_ptr()
+    with torch.no_grad():
+        wanted, got = model(x, **asked), lean(x, **asked)
+    torch.testing.assert_close(got[0], wanted[0])
+    assert (got[1] is None) == (wanted[1] is None) == (asked.get("need_weights") is False)
+
+
+def test_lean_attention_copies_nothing() -> None:
+    x = torch.randn(2, 5, 24)
+    lean = without_copies(Attends(3).eval())[0]
+    graph = torch.export.export(lean, (x,), {"need_weights": False}, strict=False).module().graph
+    called = [str(n.target) for n in graph.nodes if n.op == "call_function"]
+    assert "aten.scaled_dot_product_attention.default" in called
+    assert not [name for name in called if "clone" in name or "contiguous" in name]
+    plain = torch.nn.Linear(2, 2)
+    assert without_copies(plain) == (plain, 0)

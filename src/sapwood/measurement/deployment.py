@@ -14,6 +14,7 @@ from sapwood.capture.isolation import copied, full_precision, undisturbed
 from sapwood.capture.run import Inputs, as_call, tensors_in
 from sapwood.capture.skeleton import rebuild, require_plain
 from sapwood.errors import SapwoodError, explain
+from sapwood.measurement.attention import without_copies
 from sapwood.measurement.backends import BACKENDS, Runner, available, device_of, prepare
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.measure import own_copy, require_seconds, told
@@ -164,7 +165,7 @@ def _forms(
 
         return build
 
-    folded = once("folded", lambda: _folded(model, inputs))
+    folded = once("folded", lambda: _folded(model, inputs, device))
     wide = once("channels_last", lambda: _channels_last(folded()))
     images = any(isinstance(m, nn.Conv2d) for m in model.modules())
     if device.type == "cuda":
@@ -186,13 +187,15 @@ def _forms(
         yield f"plain, {backend}", lambda: (own_copy(model), ()), backend
 
 
-def _folded(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]]:
+def _folded(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[nn.Module, tuple[str, ...]]:
+    model, lean = without_copies(model) if device.type == "cuda" else (model, 0)
+    told = (f"{lean} attention modules without copies",) if lean else ()
     try:
         folded, names = fold_batch_norms(model, inputs)
     except Exception as error:
         why = " ".join(str(error).split())[:120]
-        return own_copy(model), (f"batch norms not folded: {type(error).__name__}: {why}",)
-    return folded, (f"{len(names)} batch norms folded",) if names else ()
+        return own_copy(model), (*told, f"batch norms not folded: {type(error).__name__}: {why}")
+    return folded, (*told, f"{len(names)} batch norms folded") if names else told
 
 
 def _channels_last(made: tuple[nn.Module, tuple[str, ...]]) -> tuple[nn.Module, tuple[str, ...]]:
