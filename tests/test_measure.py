@@ -454,10 +454,10 @@ class Attends(nn.Module):
 )
 def test_lean_attention_gives_what_torch_gives(heads: int, settings: dict[str, Any], asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Attends(heads, **settings).eval()
+    model = Attends(heads, **settings).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    x = torch.randn(2, 5, heads * 8)
+    x = torch.randn(2, 5, heads * 8, dtype=torch.float64)
     lean, changed = without_copies(model)
     assert changed == 1 and type(model.attention) is nn.MultiheadAttention
     assert lean.attention.in_proj_weight.data_ptr() == model.attention.in_proj_weight.data_ptr()
