@@ -27,8 +27,10 @@ FUSED = {"scaled_dot_product_attention": ("query", "key", "value", "attn_mask", 
 """Functions that run as one kernel, and their arguments by position."""
 _aten = torch.ops.aten
 HEAVY = {_aten.convolution, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear}
+HEAVY |= {_aten.gelu, _aten.silu, _aten.max_pool2d_with_indices}
+IN_PLACE = {_aten.relu_, _aten.silu_, _aten.gelu_, _aten.hardtanh_, _aten.hardswish_, _aten.add_, _aten.mul_}
 MUCH = 100_000
-"""Elements from which on it is quicker to find the shape of a product than the product."""
+"""Elements from which on it is quicker to find the shape of a result than the result."""
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _VALUES = {"tolist", "numpy", "__array__"}
 """Functions that hand out values without calling an operator."""
@@ -53,7 +55,7 @@ class WatchOperators(TorchDispatchMode):
 
 
 class Hollow(TorchDispatchMode):
-    """Gives zeros of the right shape where there would be much to multiply, if nobody looks at the result."""
+    """Gives zeros of the right shape where there would be much to compute, if nobody looks at the result."""
 
     supports_higher_order_operators = True
 
@@ -62,14 +64,25 @@ class Hollow(TorchDispatchMode):
         self.used = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = getattr(func, "_overloadpacket", None)
+        if kind not in HEAVY and kind not in IN_PLACE and kind is not _aten.native_batch_norm:
+            return func(*args, **(kwargs or {}))
         given = [a for a in args if isinstance(a, torch.Tensor)]
-        if getattr(func, "_overloadpacket", None) not in HEAVY or sum(t.numel() for t in given) < MUCH:
+        if sum(t.numel() for t in given) < MUCH:
             return func(*args, **(kwargs or {}))
         self.used = True
-        shapes = [_without_values(a) if isinstance(a, torch.Tensor) else a for a in args]
-        out = func(*shapes, **(kwargs or {}))
-        made = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=given[0].device)
-        return made.zero_()
+        if kind in IN_PLACE:
+            return args[0]
+        device = given[0].device
+        if kind is _aten.native_batch_norm:  # its shapes are quicker told than found
+            x, training = args[0], args[5]
+            return (_zeros(x, device), *(x.new_zeros(x.shape[1] if training else 0) for _ in range(2)))
+        out = func(*[_without_values(a) if isinstance(a, torch.Tensor) else a for a in args], **(kwargs or {}))
+        return tuple(_zeros(t, device) for t in out) if isinstance(out, tuple) else _zeros(out, device)
+
+
+def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
