@@ -11,9 +11,10 @@ Seconds are those of the CPU, on one thread: what else the machine does is on no
 The clock covers what each tool does by itself between a dense model with example inputs and a pruned model: sapwood
 traces, plans and cuts a copy, Torch-Pruning traces, builds its groups and cuts in place. What sapwood then spends on
 the proof, two more forwards that compare the cut model with a masked one, Torch-Pruning has no counterpart for: it is
-told apart ("with the check", the whole of ``sw.prune``). It is told what its own examples tell it by hand: every parameter takes part in the graph, which layers make
-the outputs, how many heads attention has, which results to follow. What its examples mend by hand after the cut
-(sizes that attention keeps as plain numbers) is mended here as well. None of this is on its clock.
+told apart ("with the check", the whole of ``sw.prune``). Torch-Pruning is told what its own examples tell it by hand:
+every parameter takes part in the graph, which layers make the outputs, how many heads attention has, which results to
+follow. What its examples mend by hand after the cut (sizes that attention keeps as plain numbers) is mended here as
+well. None of this is on its clock.
 """
 
 from __future__ import annotations
