@@ -129,7 +129,8 @@ class LatencyPlanner(Planner):
             if ends or high - low < 0.005 * target or len(self.tried) - before >= TRIES:
                 break
             aim = self.limit * 0.985 / share
-            self.limit = aim if low < aim < high and new else (low + high) / 2
+            between = (low + high) / 2 if high < most else 1.5 * self.limit  # in steps, where nothing is above yet
+            self.limit = aim if low < aim < min(high, 2 * self.limit) and new else between
         if len(self.tried) == before:  # all of them were only guessed at
             nearest = min(drafts, key=lambda draft: abs((self._share(draft[1]) or 0.0) - 1))[1]
             return 1 - CLOSE <= self._timed(nearest).share(self.budget) <= 1.0
