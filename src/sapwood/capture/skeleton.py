@@ -57,12 +57,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 def named_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What ``named_modules`` gives, without a generator inside a generator for every level."""
     found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
+    seen: set[int] = set()  # by identity: a class of modules may define when two are equal
     ahead = [("", model)]
     while ahead:
         path, module = ahead.pop()
-        if module not in seen:
-            seen.add(module)
+        if id(module) not in seen:
+            seen.add(id(module))
             found.append((path, module))
             start = path + "." if path else ""
             ahead.extend((start + n, m) for n, m in reversed(module._modules.items()) if m is not None)
