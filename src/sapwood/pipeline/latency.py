@@ -23,6 +23,7 @@ from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Plan
 
 CLOSE = 0.03  # how near the budget a plan must come
+OVER = 0.01  # and how far above it one is looked for no further
 TRIES = 8  # cut models that are measured before the steps change
 DRAFTS = 24
 FAR = 1.4  # times the budget: from there, cutting more is no small correction
@@ -58,6 +59,7 @@ class LatencyPlanner(Planner):
     fine: bool = False
     floor: float = FLOOR
     tried: list[_Try] = field(default_factory=list, repr=False)
+    drafted: list[Plan] = field(default_factory=list, repr=False)
     _seen: dict[str, str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class LatencyPlanner(Planner):
         Where no limit does: narrower layers, if all plans were too slow; keep what moves the latency in large steps
         as it is, and move the rest; then with finer steps.
         """
-        self.tried = []
+        self.tried, self.drafted = [], []
         target = self.budget.limit_ms(self.dense_ms)
         self.limit = 0.99 * target
         if not self._search(fails, target) and isinstance(self.options["round_to"], Steps):
@@ -120,7 +122,8 @@ class LatencyPlanner(Planner):
             plan = super().plan_until(fails) if new else plan
             share = self._clocked(plan)
             drafts.append((self.limit, plan))
-            if self._known(plan) is not None and (1 - CLOSE <= share <= 1.0 or (share <= 1.0 and not plan.groups)):
+            self.drafted.append(plan)
+            if self._known(plan) is not None and (1 - CLOSE <= share <= 1 + OVER or (share <= 1.0 and not plan.groups)):
                 return True
             shares = [(limit, self._share(p) or 0.0) for limit, p in drafts]
             low = max((limit for limit, s in shares if s <= 1), default=0.0)
@@ -131,9 +134,9 @@ class LatencyPlanner(Planner):
             aim = self.limit * 0.985 / share
             between = (low + high) / 2 if high < most else 1.5 * self.limit  # in steps, where nothing is above yet
             self.limit = aim if low < aim < min(high, 2 * self.limit) and new else between
-        if len(self.tried) == before:  # all of them were only guessed at
-            nearest = min(drafts, key=lambda draft: abs((self._share(draft[1]) or 0.0) - 1))[1]
-            return 1 - CLOSE <= self._timed(nearest).share(self.budget) <= 1.0
+        nearest = min((plan for _, plan in drafts), key=lambda plan: abs((self._share(plan) or 0.0) - 1 + CLOSE / 2))
+        if self._known(nearest) is None:  # it was only guessed at
+            return 1 - CLOSE <= self._timed(nearest).share(self.budget) <= 1 + OVER
         return False
 
     def _share(self, plan: Plan) -> float | None:
@@ -170,10 +173,10 @@ class LatencyPlanner(Planner):
 
     def _hold(self, target: float) -> bool:
         """Around the plan that is nearest above the budget, or below: what is bulky stays, the rest may change."""
-        by_share = sorted(self.tried, key=lambda t: t.share(self.budget))
-        above = [t for t in by_share if 1 < t.share(self.budget) < FAR]
-        from_here = above[0] if above else [*[t for t in by_share if t.share(self.budget) <= 1], by_share[0]][-1]
-        counts = self._counts(from_here.plan)
+        by_share = self._by_share()
+        above = [plan for share, plan in by_share if 1 < share < FAR]
+        from_here = above[0] if above else [by_share[0][1], *[plan for share, plan in by_share if share <= 1]][-1]
+        counts = self._counts(from_here)
         held = self.prediction.bulky(counts, CLOSE * target)
         if not 0 < len(held) < len(self.prediction.units):
             return False
@@ -185,19 +188,23 @@ class LatencyPlanner(Planner):
         coarse: Steps = self.options["round_to"]
         steps = replace(coarse, wide=max(1, coarse.wide // 4), least=max(1, coarse.least // 4))
         self.fine, self.options = True, {**self.options, "round_to": steps}
-        below = [t for t in self.tried if t.share(self.budget) <= 1]
-        best = max(below, key=lambda t: t.share(self.budget), default=None)
-        self._go_near(best, Near(self._counts(best.plan), upwards=True) if best else None)
+        below = [plan for share, plan in self._by_share() if share <= 1]
+        best = below[-1] if below else None
+        self._go_near(best, Near(self._counts(best), upwards=True) if best else None)
         return True
 
-    def _go_near(self, measured: _Try | None, near: Near | None) -> None:
-        """Predict anew; the limit is where that plan's measured time would be the budget's."""
+    def _by_share(self) -> list[tuple[float, Plan]]:
+        """All plans that were measured or guessed at, the fastest first."""
+        return sorted(((self._share(plan) or 0.0, plan) for plan in self.drafted), key=lambda pair: pair[0])
+
+    def _go_near(self, plan: Plan | None, near: Near | None) -> None:
+        """Predict anew; the limit is where that plan's time would be the budget's."""
         self.near = near
         self.prediction, self._seen = self._predict(), dict(self.barred)
-        if measured is not None and near is not None:
+        if plan is not None and near is not None:
             place = self.prediction.choice_of(near.counts)
             if place is not None:
-                self.limit = self.prediction.problem.time_of(place) * 0.985 / measured.share(self.budget)
+                self.limit = self.prediction.problem.time_of(place) * 0.985 / (self._share(plan) or 1.0)
 
     def _counts(self, plan: Plan) -> list[int]:
         return [len(plan.groups.get(g.name, range(g.width))) for g in self.trace.groups]
