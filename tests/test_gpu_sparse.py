@@ -23,11 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-@pytest.fixture(params=["gathered", "by tensor cores", "started early"], autouse=True)
+@pytest.fixture(params=["started early", "in turn"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """All ways to compute it, whichever are used by default."""
-    monkeypatch.setattr(cuda, "TENSOR", cuda.MOST + 1 if request.param == "gathered" else 2)
-    monkeypatch.setattr(cuda, "LANES", 32 if request.param == "gathered" else 4)
     monkeypatch.setattr(nvrtc, "EARLY", request.param == "started early")
     return str(request.param)
 

@@ -54,15 +54,46 @@ def layer_of(rows: int, columns: int, zeros: float, bias: bool = True, dtype: to
     zeros=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.97, 0.999, 1.0]),
     dtype=st.sampled_from(list(format.DTYPES)),
     seed=st.integers(0, 99),
+    by_kind=st.booleans(),
 )
-def test_packing_loses_nothing(rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int) -> None:
+def test_packing_loses_nothing(
+    rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int, by_kind: bool
+) -> None:
     weight = weight_of(rows, columns, zeros, dtype, seed)
-    packed = pack_weight(weight)
+    packed = pack_weight(weight, by_kind)
     assert same_bits(unpack_weight(packed), weight)
+    assert packed.by_kind <= by_kind
     operator.dense(packed)
     if packed.places.numel():
         places = columns_of(packed.places)
         assert int(places.max()) < columns and bool((places.diff(dim=1) >= 0).all())
+
+
+def test_a_gpu_gets_chunks_of_eight_kinds_in_turn() -> None:
+    packed = pack_weight(weight_of(3, 4096, 0.8), by_kind=True)
+    columns = columns_of(packed.places)
+    alike = (columns % 8 == columns[:, :1] % 8).all(1)
+    assert packed.by_kind and float(alike.float().mean()) > 0.9
+    first = columns[: int(packed.starts[1]), 0] % 8
+    assert first[:64].tolist() == [*range(8)] * 8
+
+
+def test_steps_that_are_too_long_for_a_kind_are_left_to_the_others() -> None:
+    weight = torch.zeros(1, 4096)
+    weight[0, :2048] = 1  # and few, far apart, of one kind after that
+    weight[0, 2600::700] = 1
+    assert torch.equal(unpack_weight(pack_weight(weight, by_kind=True)), weight)
+
+
+def test_a_layer_packed_for_a_gpu_works_on_a_cpu() -> None:
+    weight, x = weight_of(64, 4096, 0.8), torch.randn(3, 4096)
+    packed = pack_weight(weight, by_kind=True)
+    assert packed.by_kind
+    layer = SparseLinear(packed, None, 16)
+    torch.testing.assert_close(layer(x), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+    loaded = SparseLinear(pack_weight(weight), None, 16)
+    loaded.load_state_dict(layer.state_dict())
+    assert not loaded.packed.by_kind and torch.equal(loaded.weight, weight)
 
 
 def test_minus_zero_nan_and_infinity_are_values() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sapwood.sparse.format import CHUNK, Packed, tiles_of
+from sapwood.sparse.format import CHUNK, Packed, pack_weight, tiles_of, unpack_weight
 
 MOST = 16
 """Rows of x that the kernel takes at once."""
@@ -44,6 +44,8 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     """x [batch, columns] times the weight; all that is in x must be finite."""
     numba, kernels = _numba()
     rows, columns = packed.shape
+    if packed.by_kind:
+        packed = pack_weight(unpack_weight(packed), by_kind=False)
     if len(x) > MOST:
         return torch.cat([linear(part, packed, bias) for part in x.split(MOST)])
     batch = 1 if len(x) == 1 else kernels.BATCH

@@ -1,6 +1,6 @@
 """What numba compiles. Kept apart, since numba may be missing, and flat, since it caches functions of a module only.
 
-Values are float32, or bf16 as 16 bits. ``x`` has a row for each column of the weight.
+Values are float32, or bf16 as 16 bits; all steps count by ones. ``x`` has a row for each column of the weight.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
-from sapwood.sparse.format import FIRST_BITS, MOST_COLUMNS, STEP, STEP_BITS
+from sapwood.sparse.format import MOST_COLUMNS, STEP, STEP_BITS, STEPS
 
 BATCH = 16
 """Rows of inputs that ``several`` multiplies at once: whole vector registers."""
 FIRST, NEXT = np.int64(MOST_COLUMNS - 1), np.int64(STEP)
-S1, S2, S3, S4, S5, S6, S7 = (FIRST_BITS + STEP_BITS * i for i in range(7))
+S1, S2, S3, S4, S5, S6, S7 = (STEP_BITS * i for i in range(7))
 
 
 @intrinsic
@@ -50,7 +50,7 @@ def single(values, places, starts, x, out, tiles):  # type: ignore[no-untyped-de
         a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
         for chunk in range(starts[row * tiles], starts[(row + 1) * tiles]):
             p = places[chunk]
-            c0 = p & FIRST
+            c0 = (p >> STEPS) & FIRST
             c1 = c0 + ((p >> S1) & NEXT)
             c2 = c1 + ((p >> S2) & NEXT)
             c3 = c2 + ((p >> S3) & NEXT)
@@ -75,7 +75,7 @@ def several(values, places, starts, x, out, tiles):  # type: ignore[no-untyped-d
         total = np.zeros(BATCH, np.float32)
         for chunk in range(starts[row * tiles], starts[(row + 1) * tiles]):
             p = places[chunk]
-            c0 = p & FIRST
+            c0 = (p >> STEPS) & FIRST
             c1 = c0 + ((p >> S1) & NEXT)
             c2 = c1 + ((p >> S2) & NEXT)
             c3 = c2 + ((p >> S3) & NEXT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,17 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
-    "sparse_linear": ("common.cu", "columns.cu", "linear.cu"),
-    "vector_linear": ("common.cu", "columns.cu", "vector.cu"),
-    "tensor_linear": ("common.cu", "tensor.cu"),
+    "sparse_linear": ("common.cu", "columns.cu", "tensor.cu", "linear.cu"),
     "sum_parts": ("common.cu", "whole.cu"),
     "unpack": ("common.cu", "whole.cu"),
 }
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-WARPS = 16
 MOST = 32
-"""Rows of x that the kernel takes at once."""
-ROWS = 16
-"""Rows of the weight that tensor cores take at once."""
-LANES = 32
-"""So few lanes may share a row: not fewer before that is known to pay."""
-TENSOR = MOST + 1
-"""From so many rows of x on, by tensor cores: not before it is known to pay."""
+"""Rows of x for which a product may be tried; as many as have room are taken at once."""
+TENSOR = 5
+"""From so many rows of x on, by tensor cores."""
+WIDE = 2
+"""From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
 BUSY = 24
 """Warps that a multiprocessor should have; with fewer rows than that, warps share a row."""
 
@@ -53,86 +47,64 @@ def _kernel(name: str, device: int) -> Kernel:
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """x [batch, columns] times the weight: contiguous, of one dtype, on one device."""
-    most = MOST * 2 // x.element_size()  # what a tile's columns leave room for
+    most = 32 // x.element_size()  # what a tile's columns leave room for
     if len(x) > most:
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
     if out.numel():
-        by_tensor_cores = len(x) >= TENSOR and x.element_size() == 2
-        (_tensor if by_tensor_cores else _gather)(x, packed, bias, out)
+        _launch(x, packed, bias, out)
     return out
 
 
-def _gather(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Every nonzero meets its column of x in shared memory."""
+def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Where the columns do not fit into shared memory at once, each part has its own sums, which are then added up."""
     rows, columns = packed.shape
-    batch, device, kind = len(x), x.device.index, KINDS[x.dtype]
+    batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
     padded = 1 << (batch - 1).bit_length()
+    if size == 2 and batch >= TENSOR:
+        padded = max(8, padded)
     properties: Any = torch.cuda.get_device_properties(device)
-    room = properties.shared_memory_per_block_optin - 4 * WARPS * padded - 1024
-    tiles = tiles_of(columns)
-    here = min(tiles, room // (TILE * padded * x.element_size()))
-    parts = -(-tiles // here)
-    split = _split(rows * parts, properties.multi_processor_count)
-    width = min(here * TILE, columns)
-    shared = -(-width * padded * x.element_size() // 16) * 16 + 4 * WARPS * padded
-    per_processor = max(1, min(2 if padded <= 8 else 1, properties.shared_memory_per_multiprocessor // (shared + 1024)))
-    blocks = min(-(-rows * split // WARPS), max(1, per_processor * properties.multi_processor_count // parts))
-    if split > 1:
-        blocks = -(-rows * split // WARPS)
-    launch = _kernel(f"sparse_linear<{kind}, {padded}, {split}>", device)
-    if batch == 1 and split == 1 and (lanes := _lanes(packed, properties.multi_processor_count)) < 32:
-        blocks = min(-(-rows * lanes // (32 * WARPS)), blocks)
-        launch = _kernel(f"vector_linear<{kind}, {lanes}>", device)
-    _in_parts(packed, x, bias, out, parts, lambda given: launch((blocks, parts), 32 * WARPS, shared, (*given, here)))
-
-
-def _tensor(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Rows are unpacked in shared memory, for tensor cores."""
-    rows, columns = packed.shape
-    batch, device, tiles = len(x), x.device.index, tiles_of(columns)
-    eights = 1 << (-(-batch // 8) - 1).bit_length()
-    shared = 2 * ROWS * (TILE + 8) + 4 * WARPS * eights * 8 * ROWS
-    properties: Any = torch.cuda.get_device_properties(device)
-    per_processor = 2 if eights <= 2 and 2 * (shared + 1024) <= properties.shared_memory_per_multiprocessor else 1
-    blocks = min(-(-rows // ROWS), max(1, per_processor * properties.multi_processor_count // tiles))
-    launch = _kernel(f"tensor_linear<{KINDS[x.dtype]}, {eights}>", device)
-    _in_parts(packed, x, bias, out, tiles, lambda given: launch((blocks, tiles), 32 * WARPS, shared, given))
-
-
-def _in_parts(
-    packed: Packed,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    parts: int,
-    launch: Callable[[tuple[Any, ...]], None],
-) -> None:
-    """Where the columns are shared out, each part has its own sums, which are then added up."""
-    (rows, columns), batch = packed.shape, len(x)
+    processors, tiles = properties.multi_processor_count, tiles_of(columns)
+    room = properties.shared_memory_per_block_optin - 1024 - 128 * padded
+    parts, here = _parts(columns, room // (TILE * padded * size), processors)
+    needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
+    two = 2 * (needed + 64 * padded + 1024) <= properties.shared_memory_per_multiprocessor
+    many_registers = size == 4 and padded > 8
+    warps = 16 if many_registers or (two and batch < WIDE) else 32
+    split = _split(rows * parts, processors)
+    blocks = -(-rows * split // warps)
+    if split == 1:
+        blocks = min(blocks, max(1, (2 if two and warps == 16 and not many_registers else 1) * processors // parts))
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    launch((*tensors, rows, columns, tiles_of(columns), batch))
+    run = _kernel(f"sparse_linear<{kind}, {padded}, {split}, {warps}>", device)
+    run((blocks, parts), 32 * warps, needed + 4 * warps * padded, (*tensors, rows, columns, tiles, batch, here))
     if partial is not None:
         count = batch * rows
         given = (partial, bias, out, parts, rows, ctypes.c_longlong(count))
-        _kernel(f"sum_parts<{KINDS[x.dtype]}>", x.device.index)((min(4096, -(-count // 256)), 1), 256, 0, given)
+        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, given)
+
+
+def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:
+    """How many parts, of how many tiles each: few, and with work for all multiprocessors."""
+    tiles = tiles_of(columns)
+    if tiles <= most:
+        return 1, tiles
+
+    def used(parts: int) -> float:
+        here = -(-tiles // parts)
+        return columns / (parts * here * TILE) * (processors // parts * parts / processors) - 0.01 * parts
+
+    parts = max(range(-(-tiles // most), tiles + 1), key=used)
+    return parts, -(-tiles // parts)
 
 
 def _split(rows: int, processors: int) -> int:
     """How many warps share a row."""
     split = 1
-    while split < WARPS and rows * split < BUSY * processors:
+    while split < 16 and rows * split < BUSY * processors:
         split *= 2
     return split
-
-
-def _lanes(packed: Packed, processors: int) -> int:
-    """How many lanes share a row, for one row of x: fewer where there are many rows, and each has few chunks."""
-    rows, lanes = packed.shape[0], 32
-    while lanes > LANES and rows * lanes // 64 >= BUSY * processors and len(packed.places) < 2 * lanes * rows:
-        lanes //= 2
-    return lanes
 
 
 def unpack(packed: Packed) -> torch.Tensor:
@@ -141,7 +113,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     values = packed.values
     dense = torch.empty((rows, columns), dtype=values.dtype, device=values.device)
     if dense.numel():
-        tiles, warps = tiles_of(columns), 8
+        tiles, warps = tiles_of(columns), 16 // values.element_size()
         blocks = min(65535, -(-rows * tiles // warps))
         given = (values, packed.places, packed.starts, dense, rows, columns, tiles)
         shared = warps * TILE * values.element_size()

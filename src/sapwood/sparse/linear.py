@@ -78,13 +78,20 @@ class SparseLinear(nn.Module):
         return f"{kept}, zeros={share:.0%}, most={self._most}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
-        """Values and bias change their dtype together; another device has another switch point."""
+        """Values and bias change their dtype together; another device has another order and switch point."""
         before = self.values.device.type
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._dense = None
         if self.values.device.type not in (before, "meta"):
+            self._order()
             self._set_most(most_rows(self.packed, self.keep_dense))
         return self
+
+    def _order(self) -> None:
+        """As the device likes it."""
+        if not self.values.is_meta and self.packed.by_kind != self.values.is_cuda:
+            packed = pack_weight(self.weight)
+            self.values, self.places, self.starts = packed.values, packed.places, packed.starts
 
     def _set_most(self, most: int) -> None:
         self._most = most
@@ -100,6 +107,7 @@ class SparseLinear(nn.Module):
                 if own.shape != tensor.shape:
                     setattr(self, name, own.new_empty(tensor.shape))
         super()._load_from_state_dict(state, prefix, *rest)
+        self._order()
         self._most, self._dense = int(self.most), None
 
     def _require(self, found: Mapping[str, torch.Tensor], prefix: str) -> None:
@@ -126,7 +134,8 @@ def require_places(packed: Packed, where: str) -> None:
     good = bool((starts.diff() >= 0).all()) and int(starts[0]) == 0 and int(starts[-1]) == len(packed.places)
     if good:
         tile = torch.repeat_interleave(torch.arange(rows * tiles, device=starts.device) % tiles, starts.diff())
-        first, last = packed.places & (MOST_COLUMNS - 1), columns_of(packed.places)[:, -1]
+        within = columns_of(packed.places)
+        first, last = within[:, 0], within[:, -1]
         good = bool(((first >= tile * TILE) & (last < ((tile + 1) * TILE).clamp(max=columns))).all())
     if not good:
         raise explain("places within the matrix", "some outside", "The file is damaged: pack the model again.", where)

@@ -22,7 +22,7 @@ _STATIC_LIMIT = 48 * 1024
 _START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-EARLY = False
+EARLY = True
 """Whether kernels for compute capability 9.0 and later start before those before them have ended."""
 
 

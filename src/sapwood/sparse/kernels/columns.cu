@@ -1,15 +1,16 @@
 // Rows of x in shared memory, and products of chunks with their columns.
 
+template <int KIND, int BATCH> constexpr int BYTES = sizeof(typename Kind<KIND>::Raw) * BATCH;  // of a column
+
 // Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
 template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
-    return column * SLOTS + (i ^ ((column * SLOTS >> 3) & (SLOTS - 1)));
+    return column + 16 * (i ^ ((column >> 7) & (SLOTS - 1)));
 }
 
-// x[column] of all rows of the batch, from shared memory.
+// What lies there: a column of x, of all rows of the batch.
 template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
-    typedef typename Kind<KIND>::Raw Raw;
-    constexpr int BYTES = sizeof(Raw) * BATCH;
-    const char *at = reinterpret_cast<const char *>(xs) + column * BYTES;
+    constexpr int BYTES = ::BYTES<KIND, BATCH>;
+    const char *at = reinterpret_cast<const char *>(xs) + column;
     if constexpr (BYTES <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
     else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
     else {
@@ -22,7 +23,7 @@ template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 v = reinterpret_cast<const uint4 *>(xs)[slot<WORDS / 4>(column, i)];
+                const uint4 v = *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(xs) + slot<WORDS / 4>(column, i));
                 w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
             }
         }
@@ -31,20 +32,6 @@ template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void
             if constexpr (KIND == 2) x[b] = __uint_as_float(w[b]);
             else x[b] = b % 2 ? high<KIND>(w[b / 2]) : low<KIND>(w[b / 2]);
         }
-    }
-}
-
-template <int KIND, int BATCH>
-__device__ __forceinline__ void accumulate(const Chunk<KIND> &chunk, const void *xs, u32 base, float (&sum)[BATCH]) {
-    u32 column = chunk.start() - base;
-#pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
-        if (i) column += chunk.step(i);
-        float x[BATCH];
-        gather<KIND, BATCH>(xs, column, x);
-        const float w = chunk.value(i);
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
     }
 }
 
@@ -67,6 +54,37 @@ template <int BATCH> __device__ __forceinline__ float reduce(float (&sum)[BATCH]
     }
     return sum[0];
 }
+
+// The sums of a warp over its part of a row of W, for BATCH rows of x.
+template <int KIND, int BATCH, bool TENSOR> struct Sums {
+    static constexpr int TOTALS = 1, LANES = 32 / BATCH;  // that a lane has in the end, and lanes that have the same
+    float sum[BATCH];
+
+    __device__ __forceinline__ Sums(int) { clear(); }
+    __device__ __forceinline__ static int row_of(int lane, int) { return lane / LANES; }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) sum[b] = 0;
+    }
+    __device__ __forceinline__ static void load(Chunk<KIND> &chunk, const void *values, const u64 *places, int from,
+                                                int last, int lane, u32) {
+        if (from + lane < last) chunk.load(values, places, from + lane);
+    }
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, int from, int last,
+                                        int lane) {
+        if (from + lane >= last) return;
+        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            float x[BATCH];
+            gather<KIND, BATCH>(xs, columns[i], x);
+            const float w = chunk.value(i);
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
+        }
+    }
+    __device__ __forceinline__ void add_up(int lane, float (&total)[TOTALS]) { total[0] = reduce<BATCH>(sum, lane); }
+};
 
 // x into shared memory, column by column; whether any of it is infinite or no number.
 template <int KIND, int BATCH>
@@ -92,6 +110,46 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
             return bad;
         }
     }
+    const auto store = [&](int c, const Raw (&got)[BATCH]) {
+        char *at = reinterpret_cast<char *>(xs) + c * BYTES<KIND, BATCH>;
+        if constexpr (BYTES<KIND, BATCH> >= 16) {
+            constexpr int SLOTS = BYTES<KIND, BATCH> / 16;
+#pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                u32 word[4];
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    if constexpr (KIND == 2) word[w] = got[4 * i + w];
+                    else word[w] = got[8 * i + 2 * w] | (u32)got[8 * i + 2 * w + 1] << 16;
+                }
+                *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(xs) + slot<SLOTS>(c * BYTES<KIND, BATCH>, i)) =
+                    make_uint4(word[0], word[1], word[2], word[3]);
+            }
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) reinterpret_cast<Raw *>(at)[b] = got[b];
+        }
+    };
+    if constexpr (KIND != 2) {  // two columns at a time
+        if (columns % 2 == 0 && width % 2 == 0 && (reinterpret_cast<u64>(from) & 3) == 0) {
+#pragma unroll 2
+            for (int c = 2 * threadIdx.x; c < width; c += 2 * blockDim.x) {
+                u32 two[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++)
+                    two[b] = b < batch ? *reinterpret_cast<const u32 *>(from + (long long)b * columns + base + c) : 0;
+                Raw left[BATCH], right[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    bad |= (two[b] & TOP) == TOP || (two[b] >> 16 & TOP) == TOP;
+                    left[b] = (Raw)two[b], right[b] = (Raw)(two[b] >> 16);
+                }
+                store(c, left);
+                store(c + 1, right);
+            }
+            return bad;
+        }
+    }
     for (int c = threadIdx.x; c < width; c += blockDim.x) {
         Raw got[BATCH];
 #pragma unroll
@@ -99,17 +157,7 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
             got[b] = b < batch ? from[(long long)b * columns + base + c] : (Raw)0;
             bad |= (got[b] & TOP) == TOP;
         }
-        if constexpr (sizeof(Raw) * BATCH >= 16) {
-            constexpr int SLOTS = sizeof(Raw) * BATCH / 16;
-            const u32 *words = reinterpret_cast<const u32 *>(got);
-#pragma unroll
-            for (int i = 0; i < SLOTS; i++)
-                reinterpret_cast<uint4 *>(to)[slot<SLOTS>(c, i)] =
-                    make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-        } else {
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) to[(long long)c * BATCH + b] = got[b];
-        }
+        store(c, got);
     }
     return bad;
 }
@@ -128,9 +176,9 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, int 
         const bool own = (c - lane - first) / 32 % (stride / 32) == part;
         Chunk<KIND> chunk;
         chunk.load(values, places, c);
-        u32 column = chunk.start() - base;
+        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
         for (int i = 0; i < CHUNK; i++) {
-            if (i) column += chunk.step(i);
+            const u32 column = columns[i];
             if (chunk.filler(i)) continue;
             float x[BATCH];
             gather<KIND, BATCH>(xs, column, x);
@@ -143,7 +191,7 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, int 
     }
     for (int c = lane; c < width; c += 32) {
         float x[BATCH];
-        gather<KIND, BATCH>(xs, c, x);
+        gather<KIND, BATCH>(xs, c * BYTES<KIND, BATCH>, x);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
     }

@@ -3,7 +3,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int CHUNK = 8, TILE = 2048, WARPS = 16;
+constexpr int CHUNK = 8, TILE = 4096;
 
 // The next kernel may start when there is room, and this one before the last has ended: what does not depend on it,
 // the weights, is on its way from memory by then. Nothing is used before all that came before is done.
@@ -50,16 +50,17 @@ template <int KIND> __device__ __forceinline__ float high(u32 two) {
 // Eight values and their columns. What is read once goes past the caches.
 template <int KIND> struct Chunk {
     uint4 words[KIND == 2 ? 2 : 1];
-    u32 first, more;
+    u64 place;
 
     __device__ __forceinline__ void load(const void *values, const u64 *places, long long at) {
+        load_values(values, at);
+        place = __ldcs(places + at);
+    }
+    __device__ __forceinline__ void load_values(const void *values, long long at) {
         constexpr int N = KIND == 2 ? 2 : 1;
         const uint4 *from = reinterpret_cast<const uint4 *>(values) + at * N;
 #pragma unroll
         for (int i = 0; i < N; i++) words[i] = __ldcs(from + i);
-        const u64 place = __ldcs(places + at);
-        first = (u32)place;
-        more = (u32)(place >> 32);
     }
     __device__ __forceinline__ static void send_for_it(const void *values, const u64 *places, long long at) {
         send_for(reinterpret_cast<const uint4 *>(values) + at * (KIND == 2 ? 2 : 1));
@@ -77,9 +78,20 @@ template <int KIND> struct Chunk {
         if constexpr (KIND == 2) return word(i) == 0;
         else return ((i % 2 ? word(i / 2) >> 16 : word(i / 2)) & 0xffffu) == 0;
     }
-    __device__ __forceinline__ u32 start() const { return first & 0xfffffu; }
-    __device__ __forceinline__ u32 step(int i) const {  // to value i, 1 to 7
-        return i == 1 ? (first >> 20) & 63u : i == 2 ? first >> 26 : (more >> (6 * (i - 3))) & 63u;
+};
+
+// Where the columns of a chunk lie, one after the other, of BYTES each. Steps count by ones or by eights.
+template <int BYTES> struct Columns {
+    u32 low, high, now, step;
+
+    __device__ __forceinline__ Columns(u64 place, u32 base) {
+        low = (u32)place, high = (u32)(place >> 30);
+        now = ((high >> 12) - base) * BYTES;
+        step = (u32)(place >> 32) >> 30 & 1 ? 8 * BYTES : BYTES;
+    }
+    __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
+        if (i) now += (i <= 5 ? low >> (6 * (i - 1)) & 63u : high >> (6 * (i - 6)) & 63u) * step;
+        return now;
     }
 };
 

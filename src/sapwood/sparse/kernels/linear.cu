@@ -3,11 +3,12 @@
 // KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4 ... 32.
 // SPLIT: how many warps share a row of W. Sums are made in fp32, always in the same order.
 
-template <int KIND, int BATCH, int SPLIT>
-__global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
+template <int KIND, int BATCH, int SPLIT, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 16 && (BATCH <= 8 || KIND != 2) ? 2 : 1)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
                   float *partial, int rows, int columns, int tiles, int batch, int tiles_here) {
     typedef typename Kind<KIND>::Raw Raw;
+    typedef Sums<KIND, BATCH, KIND != 2 && BATCH >= 8> Own;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = SPLIT > 1 ? warp % SPLIT : 0, at_once = WARPS / SPLIT;
     const int tile = blockIdx.y * tiles_here, tiles_end = min(tile + tiles_here, tiles);
@@ -16,70 +17,70 @@ __global__ void __launch_bounds__(WARPS * 32, BATCH <= 8 ? 2 : 1)
     float *halves = reinterpret_cast<float *>(reinterpret_cast<char *>(shared) +
                                               (((long long)width * BATCH * sizeof(Raw) + 15) / 16) * 16);
 
-    int row = blockIdx.x * at_once + warp / SPLIT;
+    int row = blockIdx.x * at_once + warp / SPLIT, first, last;
     const int rows_step = gridDim.x * at_once;
-    int first = 0, last = 0;
+    const int *at = starts + (long long)row * tiles + tile;
+    const auto look = [&](int row, int &first, int &last) {
+        first = row < rows ? __ldcg(at) : 0;
+        last = row < rows ? __ldcg(at + (tiles_end - tile)) : 0;
+    };
     let_others_start();
-    if (row < rows) {
-        first = __ldcg(starts + (long long)row * tiles + tile);
-        last = __ldcg(starts + (long long)row * tiles + tiles_end);
-        if (first + part * 32 + lane < last) Chunk<KIND>::send_for_it(values, places, first + part * 32 + lane);
-        if (first + part * 32 + STRIDE + lane < last)
-            Chunk<KIND>::send_for_it(values, places, first + part * 32 + STRIDE + lane);
-    }
+    look(row, first, last);
+#pragma unroll
+    for (int ahead = 0; ahead < 2; ahead++)
+        if (first + part * 32 + ahead * STRIDE + lane < last)
+            Chunk<KIND>::send_for_it(values, places, first + part * 32 + ahead * STRIDE + lane);
     wait_for_others();
-    if (row < rows) {
-        first = __ldcg(starts + (long long)row * tiles + tile);
-        last = __ldcg(starts + (long long)row * tiles + tiles_end);
-    }
+    look(row, first, last);
     int from = first + part * 32;
     Chunk<KIND> chunk;
-    if (from + lane < last) chunk.load(values, places, from + lane);  // while x is on its way
-    int next_row = row + rows_step, next_first = 0, next_last = 0;
-    if (next_row < rows) {
-        next_first = starts[(long long)next_row * tiles + tile];
-        next_last = starts[(long long)next_row * tiles + tiles_end];
-    }
+    Own::load(chunk, values, places, from, last, lane, base);  // while x is on its way
+    int next_row = row + rows_step, next_first, next_last;
+    at += (long long)rows_step * tiles;
+    look(next_row, next_first, next_last);
     const bool bad = __syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width));
 
-    float sum[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; b++) sum[b] = 0;
+    Own sums(lane);
     while (row - warp / SPLIT < rows) {  // the same for all warps of a block
         const bool ends = from + STRIDE >= last;
         const int next = ends ? next_first + part * 32 : from + STRIDE;
-        const int next_end = ends ? next_last : last;
         Chunk<KIND> ahead;
-        if (next + lane < next_end) ahead.load(values, places, next + lane);
-        if (from + lane < last) accumulate<KIND, BATCH>(chunk, shared, base, sum);
+        Own::load(ahead, values, places, next, ends ? next_last : last, lane, base);
+        sums.add(chunk, shared, base, from, last, lane);
         if (ends) {
-            if (bad && row < rows) {
-                float slow[BATCH];  // apart, so that the sums of the fast way stay in registers
-                careful<KIND, BATCH>(values, places, first, last, shared, base, width, part, STRIDE, slow);
+            float total[Own::TOTALS];
+            if (bad) {
+                Sums<KIND, BATCH, false> slow(lane);  // apart, so that the sums of the fast way stay in registers
+                if (row < rows)
+                    careful<KIND, BATCH>(values, places, first, last, shared, base, width, part, STRIDE, slow.sum);
+                float all[1];
+                slow.add_up(lane, all);
 #pragma unroll
-                for (int b = 0; b < BATCH; b++) sum[b] = slow[b];
+                for (int i = 0; i < Own::TOTALS; i++)
+                    total[i] = __shfl_sync(0xffffffffu, all[0], Own::row_of(lane, i) * (32 / BATCH));
+            } else sums.add_up(lane, total);
+#pragma unroll
+            for (int i = 0; i < Own::TOTALS; i++) {
+                const int b = Own::row_of(lane, i);
+                if constexpr (SPLIT > 1) {
+                    if (lane % Own::LANES == 0) halves[warp * BATCH + b] = total[i];
+                } else if (lane % Own::LANES == 0 && b < batch && row < rows)
+                    put<KIND>(total[i], b, batch, row, rows, bias, y, partial);
             }
-            float total = reduce<BATCH>(sum, lane);
-            constexpr int LANES = 32 / BATCH;
-            const int b = lane / LANES;
             if constexpr (SPLIT > 1) {
-                if (lane % LANES == 0) halves[warp * BATCH + b] = total;
                 __syncthreads();
-                total = 0;
-                for (int s = 0; s < SPLIT; s++) total += halves[(warp - part + s) * BATCH + b];
+                if (part == 0 && lane < batch && row < rows) {
+                    float whole = 0;
+                    for (int s = 0; s < SPLIT; s++) whole += halves[(warp + s) * BATCH + lane];
+                    put<KIND>(whole, lane, batch, row, rows, bias, y, partial);
+                }
                 __syncthreads();
             }
-            if (lane % LANES == 0 && b < batch && part == 0 && row < rows)
-                put<KIND>(total, b, batch, row, rows, bias, y, partial);
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) sum[i] = 0;
+            sums.clear();
             row = next_row, first = next_first, last = next_last;
             next_row += rows_step;
-            next_first = next_last = 0;
-            if (next_row < rows) {
-                next_first = starts[(long long)next_row * tiles + tile];
-                next_last = starts[(long long)next_row * tiles + tiles_end];
-            }
+            at += (long long)rows_step * tiles;
+            look(next_row, next_first, next_last);
         }
         from = next;
         chunk = ahead;

@@ -1,132 +1,82 @@
-// y = x W^T for a packed W and up to 32 rows of x, by tensor cores.
+// Products of chunks with their columns by tensor cores, for eight rows of x and more, of 16-bit numbers.
 //
-// A block takes 16 rows of W at a time, of one tile of columns. Each warp unpacks one of the rows into shared memory;
-// then each warp multiplies all 16 with its own 128 columns of x, which stay in its registers; the products of the
-// warps are added up in their order. KIND: 0 bf16, 1 fp16. NS: rows of x in eights.
-constexpr int ROWS = 16, SLICE = TILE / WARPS, STEPS = SLICE / 16;
-constexpr int PITCH = TILE + 8;  // of a row in shared memory: rows start at different banks
+// Columns of x lie in shared memory, 16 bytes for eight rows of x. Of a warp's 32 chunks one nonzero each is multiplied
+// at a time, and its column of x with it: ldmatrix fetches any 32 columns as four matrices of eight. In one product
+// [16 x 16] [16 x 8] the first factor has two of those above one another on the left, and two on the right; in the
+// second, each nonzero stands in the row of its column of x, and in the column (one of eight) where its own lane holds
+// it. Sums in columns 0 to 3 of the upper half belong to the upper matrices, those in columns 4 to 7 of the lower half
+// to the lower ones; the rest is of no use.
 
-template <int KIND> __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&w)[4], const u32 (&x)[2]) {
+// Whose columns a lane looks up: those of the lane that holds the value which is multiplied with them.
+__device__ __forceinline__ int partner(int lane) {
+    return (lane & 8) << 1 | (lane & 16) >> 1 | (lane & 1) << 2 | (lane >> 1 & 3);
+}
+
+template <int KIND>
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {
     if constexpr (KIND == 0)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
     else
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[0]), "r"(x[1]));
+            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
 }
 
-__device__ __forceinline__ void load_fragment(u32 (&w)[4], const u16 *at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"((u32)__cvta_generic_to_shared(at)));
-}
+// The sums of a warp over its part of a row of W.
+template <int KIND, int BATCH> struct Sums<KIND, BATCH, true> {
+    static constexpr int EIGHTS = BATCH / 8, TOTALS = EIGHTS, LANES = 4;
+    u32 upper[2], lower[2];  // which bytes of a word of two values a lane takes, of the first and of the second
+    float sum[EIGHTS][4];
 
-// The values of a chunk to their columns; zeros that fill it up are left out.
-template <int KIND> __device__ __forceinline__ void scatter(const Chunk<KIND> &chunk, u16 *row, u32 base) {
-    u32 column = chunk.start() - base;
+    __device__ __forceinline__ Sums(int lane) {
+        const bool high = lane & 4, below = lane & 8;
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
-        if (i) column += chunk.step(i);
-        if (!chunk.filler(i)) row[column] = (u16)(i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
+        for (int i = 0; i < 2; i++) {
+            const u32 own = (high ? 0x1044u : 0x4410u) + (i ? high ? 0x2200u : 0x22u : 0u);
+            upper[i] = below ? 0x4444u : own;
+            lower[i] = below ? own : 0x4444u;
+        }
+        clear();
     }
-}
-
-// The chunks of one row and tile, by the lanes of a warp: those read ahead, then the others.
-template <int KIND, int AHEAD> struct Row {
-    Chunk<KIND> chunk[AHEAD];
-    int first = 0, last = 0;
-
-    __device__ __forceinline__ void read(const void *values, const u64 *places, int lane) {
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++)
-            if (first + a * 32 + lane < last) chunk[a].load(values, places, first + a * 32 + lane);
+        for (int e = 0; e < EIGHTS; e++) sum[e][0] = sum[e][1] = sum[e][2] = sum[e][3] = 0;
     }
-    __device__ __forceinline__ void write(const void *values, const u64 *places, int lane, u16 *row, u32 base) {
+    __device__ __forceinline__ static int row_of(int lane, int i) { return i * 8 + lane / LANES; }
+    __device__ __forceinline__ static void load(Chunk<KIND> &chunk, const void *values, const u64 *places, int from,
+                                                int last, int lane, u32 base) {
+        chunk.words[0] = make_uint4(0, 0, 0, 0);
+        chunk.place = (u64)base << 42;
+        if (from + lane < last) chunk.load_values(values, from + lane);
+        if (from + partner(lane) < last) chunk.place = __ldcs(places + from + partner(lane));
+    }
+    // All that is in xs must be finite: zeros are multiplied too.
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, int from, int last, int) {
+        if (from >= last) return;
+        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+        const u32 start = (u32)__cvta_generic_to_shared(xs);
 #pragma unroll
-        for (int i = 0; i < TILE / 8 / 32; i++) reinterpret_cast<uint4 *>(row)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
-        __syncwarp();
+        for (int i = 0; i < CHUNK; i++) {
+            const u32 column = columns[i], word = chunk.word(i / 2);
+            const u32 above = __byte_perm(word, 0, upper[i % 2]), below = __byte_perm(word, 0, lower[i % 2]);
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++)
-            if (first + a * 32 + lane < last) scatter<KIND>(chunk[a], row, base);
-        for (int c = first + AHEAD * 32 + lane; c < last; c += 32) {
-            Chunk<KIND> more;
-            more.load(values, places, c);
-            scatter<KIND>(more, row, base);
+            for (int e = 0; e < EIGHTS; e++) {
+                u32 x[4];
+                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                             : "r"(start + slot<EIGHTS>(column, e)));
+                multiply<KIND>(sum[e], x, above, below);
+            }
+        }
+    }
+    __device__ __forceinline__ void add_up(int lane, float (&total)[TOTALS]) {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            total[e] = lane & 2 ? sum[e][2] + sum[e][3] : sum[e][0] + sum[e][1];
+            total[e] += __shfl_xor_sync(0xffffffffu, total[e], 1);
+            total[e] += __shfl_xor_sync(0xffffffffu, total[e], 2);
         }
     }
 };
-
-template <int KIND, int NS>
-__global__ void __launch_bounds__(WARPS * 32, NS <= 2 ? 2 : 1)
-    tensor_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
-                  float *partial, int rows, int columns, int tiles, int batch) {
-    constexpr int AHEAD = NS == 2 ? 1 : 2;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.y, base = tile * TILE;
-    u16 *w = reinterpret_cast<u16 *>(shared);
-    float *products = reinterpret_cast<float *>(w + ROWS * PITCH);  // [warp][row of x][row of W]
-    const int groups = (rows + ROWS - 1) / ROWS;
-
-    const auto look = [&](int group, int &first, int &last) {
-        const long long row = (long long)group * ROWS + warp;
-        first = row < rows ? __ldcg(starts + row * tiles + tile) : 0;
-        last = row < rows ? __ldcg(starts + row * tiles + tile + 1) : 0;
-    };
-    let_others_start();
-    Row<KIND, AHEAD> own;
-    int group = blockIdx.x, first, last;
-    look(group, own.first, own.last);
-#pragma unroll
-    for (int a = 0; a < AHEAD; a++)
-        if (own.first + a * 32 + lane < own.last)
-            Chunk<KIND>::send_for_it(values, places, own.first + a * 32 + lane);
-    wait_for_others();
-    look(group, own.first, own.last);
-    look(group + gridDim.x, first, last);
-    own.read(values, places, lane);
-
-    u32 xs[STEPS][NS][2];  // lane: row of x lane / 4 of eight, columns 2 * (lane % 4) and next, and eight on
-    const u16 *from = reinterpret_cast<const u16 *>(x);
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int n = 0; n < NS; n++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int b = n * 8 + lane / 4, c = base + warp * SLICE + s * 16 + h * 8 + lane % 4 * 2;
-                const u16 *at = from + (long long)b * columns + c;
-                const u32 one = b < batch && c < columns ? at[0] : 0, two = b < batch && c + 1 < columns ? at[1] : 0;
-                xs[s][n][h] = one | two << 16;
-            }
-
-    for (; group < groups; group += gridDim.x) {
-        own.write(values, places, lane, w + warp * PITCH, base);
-        own.first = first, own.last = last;
-        look(group + 2 * gridDim.x, first, last);
-        own.read(values, places, lane);  // the next, while these are multiplied
-        __syncthreads();
-        float sum[NS][4] = {};
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            u32 part[4];
-            load_fragment(part, w + (lane % 16) * PITCH + warp * SLICE + s * 16 + lane / 16 * 8);
-#pragma unroll
-            for (int n = 0; n < NS; n++) multiply<KIND>(sum[n], part, xs[s][n]);
-        }
-#pragma unroll
-        for (int n = 0; n < NS; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                products[((warp * NS + n) * 8 + lane % 4 * 2 + i % 2) * ROWS + lane / 4 + i / 2 * 8] = sum[n][i];
-        __syncthreads();
-        for (int t = threadIdx.x; t < NS * 8 * ROWS; t += WARPS * 32) {
-            const int b = t / ROWS;
-            const long long row = (long long)group * ROWS + t % ROWS;
-            float total = 0;
-#pragma unroll
-            for (int p = 0; p < WARPS; p++) total += products[p * NS * 8 * ROWS + t];
-            if (b < batch && row < rows) put<KIND>(total, b, batch, row, rows, bias, y, partial);
-        }
-    }
-}

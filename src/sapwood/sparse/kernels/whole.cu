@@ -30,10 +30,10 @@ __global__ void unpack(const void *values, const u64 *places, const int *starts,
         for (int c = starts[cell] + lane; c < starts[cell + 1]; c += 32) {
             Chunk<KIND> chunk;
             chunk.load(values, places, c);
-            u32 column = chunk.start() - base;
+            Columns<1> columns_of(chunk.place, base);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) {
-                if (i) column += chunk.step(i);
+                const u32 column = columns_of[i];
                 if (chunk.filler(i)) continue;
                 if constexpr (KIND == 2) own[column] = chunk.word(i);
                 else own[column] = (u16)(i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
