@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ import sapwood as sw
 from sapwood.capture.modes import plain_paths
 from sapwood.capture.registry import RULES, rule
 from sapwood.capture.run import as_call, watch
+from sapwood.capture.skeleton import named_parts, named_tensors, unchanging
 from tests.helpers import build, outputs, same, snapshot
 from tests.nets import CASES, conv
 
@@ -157,3 +161,50 @@ def test_a_model_is_run_in_training_mode_only_if_it_asks() -> None:
         tracker = watch(model, as_call(inputs), data=True).tracker
         assert tracker.alike is alike and tracker.trains
     assert "training" not in vars(nn.Module)
+
+
+class _Asks(nn.Module):
+    """Code of its own that asks for the mode, and what it does in training mode."""
+
+    def __init__(self, more: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(3, 8, 3)
+        self.head, self.more = nn.Linear(8, 4), more
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.norm(self.conv(x)).mean((2, 3)), 0.1, self.training)
+        return self.head(self.more(self, y) if self.training else y)
+
+
+def _writes(model: Any, y: torch.Tensor) -> torch.Tensor:
+    model.head.weight.data.zero_()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("more", "alike"),
+    [
+        (lambda m, y: y, True),
+        (lambda m, y: y + m.shift, False),
+        (lambda m, y: y[:, :8] if y.shape[1] == 8 else y, False),
+        (lambda m, y: y.relu(), False),
+        (_writes, False),
+    ],
+    ids=["nothing", "another buffer", "another size", "another function", "a write"],
+)
+def test_training_mode_counts_where_it_does_something_else(more: Any, alike: bool) -> None:
+    model = _Asks(more).eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    seen = watch(model, as_call(torch.randn(2, 3, 8, 8)), data=True)
+    assert seen.tracker.alike is alike and seen.tracker.trains
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_the_parts_of_a_model_are_looked_up_anew_once_it_may_change() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with unchanging(model), unchanging(model):
+        assert named_parts(model) is named_parts(model)
+        assert list(named_tensors(model)) == ["0.weight", "0.bias"]
+    model.append(nn.Linear(2, 2))
+    assert len(named_parts(model)) == 3 and len(named_tensors(model)) == 4

@@ -43,7 +43,7 @@ def find_mirrors(model: nn.Module) -> list[Mirror]:
     for path, module in named_parts(model):
         if not any(attribute in vars(module) for attribute in _PLACES):
             continue
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        own = named_tensors(module)
         for attribute, (names, dim) in _PLACES.items():
             value = vars(module).get(attribute)
             name = next((n for n in names if n in own), None)

@@ -6,11 +6,14 @@ structure is deep-copied and every tensor is replaced, so nothing is ever writte
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,8 +57,46 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+@dataclass
+class _Parts:
+    """What a model consists of, as long as nobody changes it."""
+
+    model: nn.Module
+    users: int = 0
+    parts: list[tuple[str, nn.Module]] | None = None
+    tensors: dict[tuple[str, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+_unchanging: dict[int, _Parts] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def unchanging(model: Any) -> Iterator[None]:
+    """While nobody adds, replaces or takes away a part of this model, its parts are looked up once."""
+    with _lock:
+        kept = _unchanging.setdefault(id(model), _Parts(model))
+        kept.users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            kept.users -= 1
+            if not kept.users:
+                del _unchanging[id(model)]
+
+
 def named_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What ``named_modules`` gives, without a generator inside a generator for every level."""
+    kept = _unchanging.get(id(model))
+    if kept is None:
+        return _find_parts(model)
+    if kept.parts is None:
+        kept.parts = _find_parts(model)
+    return kept.parts
+
+
+def _find_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()  # by identity: a class of modules may define when two are equal
     ahead = [("", model)]
@@ -71,6 +112,15 @@ def named_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def named_tensors(model: nn.Module, kinds: tuple[str, ...] = ("_parameters", "_buffers")) -> dict[str, torch.Tensor]:
     """Parameters and buffers, each once, under their first state_dict name."""
+    kept = _unchanging.get(id(model))
+    if kept is None:
+        return _find_tensors(model, kinds)
+    if kinds not in kept.tensors:
+        kept.tensors[kinds] = _find_tensors(model, kinds)
+    return dict(kept.tensors[kinds])
+
+
+def _find_tensors(model: nn.Module, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     if isinstance(model, torch.jit.ScriptModule):
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found: dict[str, torch.Tensor] = {}

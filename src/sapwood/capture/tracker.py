@@ -18,6 +18,7 @@ import torch
 
 from sapwood.capture.calls import RawCall, RawSized, memory_order
 from sapwood.capture.facts import Equation, Grid, Ids, Maker, Reading, Rescale, Work, WritesToWeightsError
+from sapwood.capture.flow import Flow
 from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
 from sapwood.capture.weakly import ByTensor
 from sapwood.types import Site
@@ -75,6 +76,8 @@ class Tracker:
     trains: bool = False
     alike: bool = False
     """Whether training mode makes no difference to which operators run on which channels."""
+    flow: Flow | None = None
+    """The calls of the forward in evaluation mode, until it is known whether those in training mode are the same."""
     complete: bool = True
     foreign: set[str] = field(default_factory=set)
     strict: bool = field(default_factory=lambda: STRICT)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sapwood.capture.isolation import undisturbed
 from sapwood.capture.run import as_call
-from sapwood.capture.skeleton import require_plain
+from sapwood.capture.skeleton import require_plain, unchanging, unwrap
 from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError, explain
 from sapwood.pipeline.latency import LatencyPlanner
@@ -68,7 +68,13 @@ def prune(
     tell: Tell | None = None,
 ) -> Pruned:
     """Trace, score, plan, cut and check. The model given is not changed; the one returned holds."""
-    planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell, data=True)
+    with unchanging(unwrap(model) if isinstance(model, nn.Module) else None):
+        return _pruned(
+            _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell, data=True)
+        )
+
+
+def _pruned(planner: Planner) -> Pruned:
     results: dict[int, tuple[nn.Module, CheckResult]] = {}
 
     def fails(plan: Plan) -> str:
