@@ -291,14 +291,18 @@ class Bench:
             )
 
     def sweep(self, name: str, batch: int) -> None:
-        """Every cut in the same form, so that a curve is a curve."""
+        """Every cut in the same form, so that a curve is a curve. What an earlier run has is not measured again."""
         started = time.time()
         model, x, dense = self.dense(name, batch)
-        backend = dense.backend
-        rows: dict[str, dict[str, Any]] = {}
+        backend, key = dense.backend, f"{name}, batch {batch}"
+        before = self.results.get("sweep", {}).get(key, {})
+        rows: dict[str, dict[str, Any]] = before.get("speed", {}) if before.get("form") == dense.form else {}
         too_low = ""  # what is said below the best reachable latency
         for tenth in range(1, 10):
-            left = 1 - tenth / 10
+            left, told = 1 - tenth / 10, rows.get(f"{tenth * 10}%", {}).get("latency", "")
+            too_low = told if isinstance(told, str) and told else too_low
+            if f"{tenth * 10}%" in rows:
+                continue
             makers: dict[str, Callable[[], nn.Module]] = {
                 "plain": lambda left=left: self.cut_to(model, x, left, None),
                 "auto": lambda left=left: self.cut_to(model, x, left, "auto"),
@@ -317,7 +321,7 @@ class Bench:
             times = self.turns(forms, x)
             rows[f"{tenth * 10}%"] = row | {n: t["speed"] for n, t in times.items() if n != "dense"}
             self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
-        self.keep("sweep", f"{name}, batch {batch}", {"form": dense.form, "speed": rows}, started)
+            self.keep("sweep", key, {"form": dense.form, "speed": rows}, started)
 
     def fast(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> nn.Module:
         planner = self.planner(model, x, share, dense)
