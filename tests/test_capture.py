@@ -201,6 +201,27 @@ def test_training_mode_counts_where_it_does_something_else(more: Any, alike: boo
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
+class _Sized(nn.Module):
+    """Compares sizes with attributes; asks for the mode if told so."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.dim, self.asks = 16, asks
+        self.first, self.heads, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        assert x.shape[-1] == self.dim
+        x = self.heads(x).reshape(len(x), self.dim)
+        return self.last(F.dropout(x, 0.0, self.training if self.asks else False))
+
+
+def test_a_question_about_the_mode_freezes_nothing() -> None:
+    plain, asking = (sw.trace(_Sized(asks).eval(), torch.randn(2, 5)) for asks in (False, True))
+    assert [g.name for g in plain.groups] == [g.name for g in asking.groups] == ["first", "heads"]
+    assert plain.frozen == asking.frozen
+
+
 def test_the_parts_of_a_model_are_looked_up_anew_once_it_may_change() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with unchanging(model), unchanging(model):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sapwood.capture.sizes import strip
+
 Step = list[Any]
 _COUNT = "add_"
 """How batch norms count their batches in training mode."""
@@ -85,7 +87,7 @@ class Repeats(TorchFunctionMode):
         self.before, self.now = flow, Flow(flow.known)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = [strip(a) for a in args], {k: strip(v) for k, v in (kwargs or {}).items()}
         if self.now.counts(func, args) or (getattr(func, "__name__", "") == "size" and asked_by_torch(1)):
             return func(*args, **kwargs)
         number, step = len(self.now.steps), self.now.asked(func, args, kwargs)

@@ -220,7 +220,9 @@ def _train(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -> N
     """One forward in training mode (auxiliary heads, masks of a literal size), if it could be another one."""
     flow, tracker.flow = tracker.flow, None
     if not tracker.alike and flow is not None:
+        tracker.deaf = True  # the sizes of tensors have no tags now
         tracker.alike = _repeats(model, inputs, flow, *modes)
+        tracker.deaf = False
     if tracker.alike:
         tracker.trains = True
         return
