@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,63 +162,36 @@ def test_a_model_is_run_in_training_mode_only_if_it_asks() -> None:
     assert "training" not in vars(nn.Module)
 
 
-class _Asks(nn.Module):
-    """Code of its own that asks for the mode, and what it does in training mode."""
+class _OnlyInTraining(nn.Module):
+    """What a model does in training mode only, by functions that it calls in evaluation mode, too."""
 
-    def __init__(self, more: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.conv, self.norm, self.other = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(3, 8, 3)
-        self.head, self.more = nn.Linear(8, 4), more
-        self.register_buffer("shift", torch.zeros(8))
+        self.what, self.width = what, 16
+        self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.own = nn.Parameter(torch.ones(16), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.dropout(self.norm(self.conv(x)).mean((2, 3)), 0.1, self.training)
-        return self.head(self.more(self, y) if self.training else y)
-
-
-def _writes(model: Any, y: torch.Tensor) -> torch.Tensor:
-    model.head.weight.data.zero_()
-    return y
-
-
-@pytest.mark.parametrize(
-    ("more", "alike"),
-    [
-        (lambda m, y: y, True),
-        (lambda m, y: y + m.shift, False),
-        (lambda m, y: y[:, :8] if y.shape[1] == 8 else y, False),
-        (lambda m, y: y.relu(), False),
-        (_writes, False),
-    ],
-    ids=["nothing", "another buffer", "another size", "another function", "a write"],
-)
-def test_training_mode_counts_where_it_does_something_else(more: Any, alike: bool) -> None:
-    model = _Asks(more).eval()
-    before = {n: t.clone() for n, t in model.state_dict().items()}
-    seen = watch(model, as_call(torch.randn(2, 3, 8, 8)), data=True)
-    assert seen.tracker.alike is alike and seen.tracker.trains
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.first(x).relu()
+        if self.what == "a literal size":
+            y = y * torch.ones(1, 16 if self.training else self.width)
+        if self.what == "a check" and self.training and self.width != 16:
+            raise ValueError(self.width)
+        if self.what == "a write":
+            F.dropout(self.own, 0.5, self.training, inplace=True)
+        if self.what == "statistics":
+            F.batch_norm(x[:, :1].expand(-1, 16), self.own, self.own, None, None, self.training)
+        return (self.last(y), y) if self.what == "a result" and self.training else self.last(y)
 
 
-class _Sized(nn.Module):
-    """Compares sizes with attributes; asks for the mode if told so."""
-
-    def __init__(self, asks: bool) -> None:
-        super().__init__()
-        self.dim, self.asks = 16, asks
-        self.first, self.heads, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        assert x.shape[-1] == self.dim
-        x = self.heads(x).reshape(len(x), self.dim)
-        return self.last(F.dropout(x, 0.0, self.training if self.asks else False))
-
-
-def test_a_question_about_the_mode_freezes_nothing() -> None:
-    plain, asking = (sw.trace(_Sized(asks).eval(), torch.randn(2, 5)) for asks in (False, True))
-    assert [g.name for g in plain.groups] == [g.name for g in asking.groups] == ["first", "heads"]
-    assert plain.frozen == asking.frozen
+@pytest.mark.parametrize("what", ["a result", "a literal size", "a check", "a write", "statistics"])
+def test_what_happens_only_in_training_mode_counts(what: str) -> None:
+    model, x = _OnlyInTraining(what).eval(), torch.randn(4, 5)
+    done = sw.prune(model, x, sw.Budget(channels=0.5))
+    assert torch.equal(model.own, torch.ones(16))
+    found = done.model.train()(x)
+    if what == "a result":
+        assert found[1].shape == (4, 16)
 
 
 def test_the_parts_of_a_model_are_looked_up_anew_once_it_may_change() -> None:

@@ -43,7 +43,8 @@ def find_mirrors(model: nn.Module) -> list[Mirror]:
     for path, module in named_parts(model):
         if not any(attribute in vars(module) for attribute in _PLACES):
             continue
-        own = named_tensors(module)
+        direct = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        own = named_tensors(module) if module._modules else direct
         for attribute, (names, dim) in _PLACES.items():
             value = vars(module).get(attribute)
             name = next((n for n in names if n in own), None)

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sapwood.capture import rules  # noqa: F401  (fills the registry)
-from sapwood.capture.flow import asked_by_torch
 from sapwood.capture.functions import HANDLERS, hints_from, sizes_of
 from sapwood.capture.registry import apply_rule, note_writes
 from sapwood.capture.sizes import strip
@@ -99,25 +98,17 @@ class WatchFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        flow = self.tracker.flow
         if getattr(func, "__self__", None) is _SHAPE:
-            shape = func(*args, **kwargs)
-            if flow is not None:
-                flow.note(func, args, kwargs, shape)
-            return sizes_of(self.tracker, args[0], shape)
+            return sizes_of(self.tracker, args[0], func(*args, **kwargs))
         name = getattr(func, "__name__", "")
         if name in _VALUES:
             self.tracker.swayed = self.tracker.swayed or self.tracker.noting
         if name in _SIZE_METHODS and args and isinstance(args[0], torch.Tensor):
-            if flow is not None and not (name == "size" and asked_by_torch(1)):
-                flow.note(func, args, kwargs, None)
             return self._size(name, args, kwargs)
         self.tracker.hints, before = hints_from(name, args, kwargs), len(self.tracker.calls)
         plain, named = [strip(a) for a in args], {k: strip(v) for k, v in kwargs.items()}
         out = func(*plain, **named)
         self.tracker.hints = {}
-        if flow is not None:
-            flow.note(func, plain, named, out)
         if name in FUSED:  # one kernel, whatever it was taken apart into to be watched
             del self.tracker.calls[before:]
             given = dict(zip(FUSED[name], plain, strict=False)) | named

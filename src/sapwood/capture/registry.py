@@ -124,9 +124,16 @@ def _tells_values(op: torch._ops.OpOverload) -> bool:
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
 
 
+_aten = torch.ops.aten
+_STATISTICS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+"""Operators that write to their statistics in training mode, and do not say so."""
+
+
 @cache
 def _written(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The arguments that an operator writes to."""
+    if op._overloadpacket in _STATISTICS:
+        return ("running_mean", "running_var")
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -150,6 +157,8 @@ def note_writes(tracker: Tracker, op: Any, args: Any, kwargs: Any) -> None:
             tracker.note_write(tensor)
     elif names := _written(op):
         bound = bind(op, args, kwargs)
+        if op._overloadpacket in _STATISTICS and not bound["training"]:
+            return
         for tensor in tensors([bound[name] for name in names]):
             tracker.note_write(tensor)
 

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sapwood.capture.classes import Classes, find_classes
 from sapwood.capture.facts import WritesToWeightsError
 from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
-from sapwood.capture.flow import Flow, Repeats
 from sapwood.capture.isolation import copied, full_precision, reseed, uncollected
 from sapwood.capture.modes import Hollow, WatchFunctions, WatchOperators, plain_paths
 from sapwood.capture.skeleton import cloned, named_parts, named_tensors, sharing
@@ -180,10 +179,8 @@ def _look(own: nn.Module, inputs: Inputs, tracker: Tracker, hollow: bool) -> See
 def _known(model: nn.Module, tracker: Tracker) -> nn.Module:
     """Introduce a copy of the model to the tracker: its modules, tensors and ints."""
     tracker.module_names.update({id(m): path for path, m in named_parts(model) if path})
-    tensors = named_tensors(model)
-    for name, tensor in tensors.items():
+    for name, tensor in named_tensors(model).items():
         tracker.register(name, tensor)
-    tracker.flow = Flow({id(tensor): name for name, tensor in tensors.items()})
     if tracker.with_tags:
         tag_attributes(model, tracker)
     return model
@@ -202,27 +199,8 @@ def _evaluate(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -
     tracker.noting = False
 
 
-def _repeats(model: nn.Module, inputs: Inputs, flow: Flow, *modes: Any) -> bool:
-    """Whether a forward in training mode does the same."""
-    args, kwargs = copied(inputs)
-    repeats = Repeats(flow)
-    try:
-        with torch.no_grad(), plain_paths(), contextlib.ExitStack() as stack:
-            for mode in (*modes, repeats):
-                stack.enter_context(mode)
-            model.train()(*args, **kwargs)
-    except Exception:
-        return False
-    return repeats.complete
-
-
 def _train(model: nn.Module, inputs: Inputs, tracker: Tracker, *modes: Any) -> None:
     """One forward in training mode (auxiliary heads, masks of a literal size), if it could be another one."""
-    flow, tracker.flow = tracker.flow, None
-    if not tracker.alike and flow is not None:
-        tracker.deaf = True  # the sizes of tensors have no tags now
-        tracker.alike = _repeats(model, inputs, flow, *modes)
-        tracker.deaf = False
     if tracker.alike:
         tracker.trains = True
         return

@@ -65,6 +65,7 @@ class _Parts:
     users: int = 0
     parts: list[tuple[str, nn.Module]] | None = None
     tensors: dict[tuple[str, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+    loose: list[tuple[str, torch.Tensor]] | None = None
 
 
 _unchanging: dict[int, _Parts] = {}
@@ -133,6 +134,15 @@ def _find_tensors(model: nn.Module, kinds: tuple[str, ...]) -> dict[str, torch.T
                     seen.add(id(tensor))
                     found[f"{path}.{name}" if path else name] = tensor
     return found
+
+
+def _loose(model: nn.Module, known: set[int]) -> list[tuple[str, torch.Tensor]]:
+    kept = _unchanging.get(id(model))
+    if kept is None:
+        return list(_loose_tensors(model, known))
+    if kept.loose is None:
+        kept.loose = list(_loose_tensors(model, known))
+    return kept.loose
 
 
 def _loose_tensors(model: nn.Module, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,7 +222,7 @@ def rebuild(model: nn.Module, replace: Replace) -> nn.Module:
             new = new.clone() if new.is_inference() else new
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = new
-    for name, tensor in _loose_tensors(model, set(memo)):
+    for name, tensor in _loose(model, set(memo)):
         memo[id(tensor)] = replace(name, tensor.detach())
     try:
         made = _copied(model, memo)
@@ -277,7 +287,7 @@ def _copies_plainly(kind: type) -> bool:
 
 def join_recurrent(model: nn.Module) -> None:
     """cuDNN wants the weights of a recurrent layer side by side."""
-    for module in model.modules():
+    for _, module in named_parts(model):
         if isinstance(module, nn.RNNBase) and all(type(p) is nn.Parameter for p in module.parameters()):
             module.flatten_parameters()
 
@@ -295,7 +305,7 @@ def require_plain(model: Any) -> nn.Module:
             "Prune the Python model and script the result.",
             "model",
         )
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
         kind = type(module).__module__
         if kind.startswith(("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
             raise explain(

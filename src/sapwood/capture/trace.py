@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,11 +80,16 @@ class Trace:
     scales: frozenset[Site] = field(repr=False, default=frozenset())
     made: frozenset[Site] = field(repr=False, default=frozenset())
     outputs: list[tuple[int, ...]] = field(repr=False, default_factory=list)
-    calls: tuple[OpCall, ...] = field(repr=False, default=())
+    find_calls: Callable[[], tuple[OpCall, ...]] = field(repr=False, compare=False, default=tuple)
     mode: str = "fake"
     trains: bool = True
     """Whether a forward in training mode ran, so that the cut model's must run, too."""
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def calls(self) -> tuple[OpCall, ...]:
+        """The operators of one forward; only who plans for time, or measures it, wants to know."""
+        return self.find_calls()
 
     @property
     def dense(self) -> list[int]:
@@ -264,7 +270,7 @@ class _Builder:
             scales=frozenset(tracker.scales),
             made=frozenset(self.made),
             outputs=tracker.outputs,
-            calls=operator_calls(tracker.calls, form),
+            find_calls=lambda: operator_calls(tracker.calls, form),
             mode=mode,
             trains=tracker.trains,
             notes=tuple(f"the model reads a parameter that is not its own: {at}" for at in sorted(tracker.foreign)),

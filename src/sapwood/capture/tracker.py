@@ -18,7 +18,6 @@ import torch
 
 from sapwood.capture.calls import RawCall, RawSized, memory_order
 from sapwood.capture.facts import Equation, Grid, Ids, Maker, Reading, Rescale, Work, WritesToWeightsError
-from sapwood.capture.flow import Flow
 from sapwood.capture.sizes import Expr, Op, TaggedInt, Width
 from sapwood.capture.weakly import ByTensor
 from sapwood.types import Site
@@ -76,10 +75,6 @@ class Tracker:
     trains: bool = False
     alike: bool = False
     """Whether training mode makes no difference to which operators run on which channels."""
-    deaf: bool = False
-    """Whether sizes that are compared, or become factors, are of no interest for a while."""
-    flow: Flow | None = None
-    """The calls of the forward in evaluation mode, until it is known whether those in training mode are the same."""
     complete: bool = True
     foreign: set[str] = field(default_factory=set)
     strict: bool = field(default_factory=lambda: STRICT)
@@ -247,13 +242,11 @@ class Tracker:
             self.equations.append(Equation(expr, self.vector(ids), f"{what}, {self.where()}"))
 
     def on_equal(self, left: Expr, right: Expr) -> None:
-        if left != right and not self.deaf:
+        if left != right:
             self.equalities.append((left, right, self.where()))
 
     def on_factor(self, expr: Expr, value: int) -> None:
         """A size became a factor: it must stay the same, or the values computed would change."""
-        if self.deaf:
-            return
         self.equalities.append((expr, value, f"used as a factor, {self.where()}"))
 
     def count_work(self, factor: int, *dims: tuple[Ids, int]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sapwood.capture.skeleton import named_parts
+
 _LAYERS = "torch.nn.modules."
 _lock = threading.Lock()
 _listening: list[Questions] = []
@@ -31,7 +33,7 @@ class Questions:
 def questions(model: nn.Module) -> Iterator[Questions]:
     """Listen to who reads the attribute ``training`` of any module."""
     heard = Questions()
-    heard.asked = any(_reads_unheard(type(m)) for m in model.modules())
+    heard.asked = any(_reads_unheard(kind) for kind in {type(m) for _, m in named_parts(model)})
     with _lock:
         _listening.append(heard)
         if len(_listening) == 1:

@@ -97,7 +97,7 @@ def capture(function: Callable[..., Any], inputs: Inputs, device: torch.device, 
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             out = function(*args, **kwargs)
     places = [t for t in pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
 

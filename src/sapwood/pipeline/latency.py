@@ -108,6 +108,9 @@ class LatencyPlanner(Planner):
             for go_near in (self._deepen, self._hold, self._refine):
                 if go_near(target) and self._search(fails, target):
                     break
+        below = [plan for share, plan in self._by_share() if share <= 1]
+        if below and not any(t.share(self.budget) <= 1 + CLOSE for t in self.tried):
+            self._timed(below[-1])  # so far only guessed at
         self.told("measuring cut models", 1, 1)
         return self._best(self.tried)
 
@@ -165,7 +168,7 @@ class LatencyPlanner(Planner):
 
     def _deepen(self, target: float) -> bool:
         """Narrower layers than anyone would like, where all plans were too slow."""
-        if any(t.share(self.budget) <= 1 + CLOSE for t in self.tried) or self.floor == DEEP:
+        if any(share <= 1 + CLOSE for share, _ in self._by_share()) or self.floor == DEEP:
             return False
         self.floor, self.limit = DEEP, 0.99 * target
         self._go_near(None, None)

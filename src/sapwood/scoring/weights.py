@@ -58,7 +58,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Sums of powers by rows and by columns, of which each element is looked at once."""
+    values, wide = weight.detach(), _wide(weight.dtype)
+    step = max(1, _AT_ONCE // max(values[0].numel(), 1)) if len(values) else 1
+    rows, columns = [], []
+    for part in values.split(step):
+        powers = power(part.to(wide))
+        powers = powers.flatten(2).sum(dim=2) if powers.dim() > 2 else powers
+        rows.append(powers.sum(dim=1))
+        columns.append(powers.sum(dim=0))
+    return [torch.cat(rows), columns[0] if len(columns) == 1 else torch.stack(columns).sum(dim=0)]
+
+
 _NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2}
+_POWERS: dict[SiteScore, Callable[[torch.Tensor], torch.Tensor]] = {l1: torch.abs, l2: torch.square}
 NAMES = (*_NAMED, "bn_scale", "random")
 
 
@@ -115,7 +129,7 @@ def _combine(
     total = np.zeros(group.width)
     for site in sites:
         if (function, site) not in known:
-            known[function, site] = _numbers(tensors[site[0]], site, function)
+            known |= _numbers(tensors[site[0]], site, function)
         owned = known[function, site][group.members[site]].sum(axis=1)
         owned = np.sqrt(owned) if root else owned
         mean = np.abs(owned).mean()
@@ -123,10 +137,19 @@ def _combine(
     return total / max(len(sites), 1)
 
 
-def _numbers(tensor: torch.Tensor, site: Site, function: SiteScore) -> np.ndarray:
-    """What a score says of every index of a site."""
+def _numbers(tensor: torch.Tensor, site: Site, function: SiteScore) -> dict[tuple[SiteScore, Site], np.ndarray]:
+    """What a score says of every index of a site; for sums of powers, of both sides of a weight at once."""
     name, dim = site
-    values, size = function(tensor, dim), tensor.shape[dim]
+    power = _POWERS.get(function)
+    if power is not None and dim < 2 <= tensor.dim():
+        both = enumerate(_both_sides(tensor, power))
+        return {(function, (name, side)): _required(values, tensor, (name, side)) for side, values in both}
+    return {(function, site): _required(function(tensor, dim), tensor, site)}
+
+
+def _required(values: object, tensor: torch.Tensor, site: Site) -> np.ndarray:
+    """One finite number for every index."""
+    (name, dim), size = site, tensor.shape[site[1]]
     if not isinstance(values, torch.Tensor) or values.shape != (size,):
         got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise explain(

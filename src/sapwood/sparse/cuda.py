@@ -47,7 +47,7 @@ def _kernel(name: str, device: int) -> Kernel:
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """x [batch, columns] times the weight: contiguous, of one dtype, on one device."""
-    most = 32 // x.element_size()  # what a tile's columns leave room for
+    most = _most(x.device.index, x.element_size())
     if len(x) > most:
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
@@ -56,17 +56,31 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     return out
 
 
+@functools.cache
+def _most(device: int, size: int) -> int:
+    """Rows of x that a tile's columns leave room for in shared memory, at most 16 of 16 bits."""
+    most = 32 // size
+    while most > 1 and _room(device, most) < TILE * most * size:
+        most //= 2
+    return most
+
+
+def _room(device: int, batch: int) -> int:
+    """Bytes of shared memory for columns of x."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) - 1024 - 128 * batch
+
+
 def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """Where the columns do not fit into shared memory at once, each part has its own sums, which are then added up."""
     rows, columns = packed.shape
     batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
     padded = 1 << (batch - 1).bit_length()
-    if size == 2 and batch >= TENSOR:
+    if size == 2 and batch >= TENSOR and _most(device, size) >= 8:
         padded = max(8, padded)
     properties: Any = torch.cuda.get_device_properties(device)
     processors, tiles = properties.multi_processor_count, tiles_of(columns)
-    room = properties.shared_memory_per_block_optin - 1024 - 128 * padded
-    parts, here = _parts(columns, room // (TILE * padded * size), processors)
+    parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
     two = 2 * (needed + 64 * padded + 1024) <= properties.shared_memory_per_multiprocessor
     many_registers = size == 4 and padded > 8

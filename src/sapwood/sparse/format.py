@@ -79,7 +79,7 @@ def pack_weight(weight: torch.Tensor, by_kind: bool | None = None) -> Packed:
     if columns > MOST_COLUMNS:
         raise explain(f"at most {MOST_COLUMNS} columns", f"{columns}", "Leave this layer dense.", "pack")
     weight = weight.detach()
-    step = max(1, _AT_ONCE // max(columns, 1))
+    step = max(1, _AT_ONCE // (tiles_of(columns) * TILE))
     enough = ENOUGH if (weight.is_cuda if by_kind is None else by_kind) else TILE + 1
     parts = [_pack_rows(weight[r : r + step].contiguous(), enough) for r in range(0, rows, step)]
     counts = torch.cat([p[2] for p in parts]) if parts else weight.new_zeros(0, dtype=torch.int64)

@@ -74,7 +74,7 @@ def _took(call: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor, ti
 def _replayed(calls: Callable[[], object], times: int) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
         calls()
     graph.replay()
     found = []

@@ -20,7 +20,7 @@ from sapwood.capture.fakes import fake_inputs, fake_model, in_fake_mode
 from sapwood.capture.isolation import copied, full_precision, reseed, uncollected, undisturbed
 from sapwood.capture.modes import plain_paths
 from sapwood.capture.run import Inputs, Seen, as_call, is_meta, results_in, watch
-from sapwood.capture.skeleton import cloned, rebuild, require_plain
+from sapwood.capture.skeleton import cloned, named_tensors, rebuild, require_plain
 from sapwood.errors import SapwoodError
 from sapwood.surgery.cut import cut, require_fit
 from sapwood.surgery.reference import run_reference
@@ -101,7 +101,8 @@ def _same(wanted: list[torch.Tensor], dense: list[torch.Tensor]) -> bool:
 
 def _has_idle_weights(model: nn.Module) -> bool:
     """Where no weight is constant or next to nothing, outputs depend on what feeds them; biases only add."""
-    return any(_is_idle(p) for n, p in model.named_parameters() if p.is_floating_point() and not n.endswith("bias"))
+    weights = named_tensors(model, ("_parameters",))
+    return any(_is_idle(p) for n, p in weights.items() if p.is_floating_point() and not n.endswith("bias"))
 
 
 def run(model: nn.Module, inputs: Inputs, seen: Seen | None = None) -> list[torch.Tensor]:
@@ -115,7 +116,7 @@ def run(model: nn.Module, inputs: Inputs, seen: Seen | None = None) -> list[torc
 
 def relative_error(wanted: torch.Tensor, got: torch.Tensor) -> float:
     """max |difference| / max |wanted|; inf where one has a nan or inf that the other has not."""
-    if wanted.numel() == 0:
+    if wanted.dtype is got.dtype and torch.equal(wanted, got):
         return 0.0
     kind = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = wanted.detach().to(kind), got.detach().to(kind)
