@@ -343,12 +343,24 @@ def test_what_cannot_be_reached_is_told_with_the_best(by_formula: Callable[[Cloc
         sw.make_plan(chain(), X, sw.Budget(latency=0.1))
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "step", "share"),
+    [
+        *[("chain", 8, share) for share in (0.8, 0.5, 0.3)],
+        *[("chain", 64, share) for share in (0.7, 0.6, 0.3)],
+        *[("stream", 64, share) for share in (0.8, 0.7, 0.6, 0.5, 0.3)],
+    ],
+)
 def test_what_takes_long_to_make_ready_is_guessed_at_first(
-    by_formula: Callable[[Clock], Clock], monkeypatch: pytest.MonkeyPatch, share: float
+    by_formula: Callable[[Clock], Clock], monkeypatch: pytest.MonkeyPatch, kind: str, step: int, share: float
 ) -> None:
-    """The quick form has other times: half as long again, and a part that no cut makes shorter."""
-    clock, model, made = by_formula(Clock(fixed=0.5)), chain(128), list[str]()
+    """The quick form has other times: half as long again, and a part that no cut makes shorter.
+
+    Where a width moves the latency in large steps, plans that were only guessed at say where to look next.
+    """
+    clock, made = by_formula(Clock(fixed=0.5)), list[str]()
+    model: nn.Module = Stream(256, 64).eval() if kind == "stream" else chain(128)
+    monkeypatch.setattr("sapwood.pipeline.rounding.preferred_steps", lambda *_: (step, 8))
 
     class Form(nn.Module):
         form = "folded, eager"
