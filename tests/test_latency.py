@@ -348,7 +348,7 @@ def test_what_cannot_be_reached_is_told_with_the_best(by_formula: Callable[[Cloc
     [
         *[("chain", 8, share) for share in (0.8, 0.5, 0.3)],
         *[("chain", 64, share) for share in (0.7, 0.6, 0.3)],
-        *[("stream", 64, share) for share in (0.8, 0.7, 0.6, 0.5, 0.3)],
+        *[("stream", 64, share) for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)],
     ],
 )
 def test_what_takes_long_to_make_ready_is_guessed_at_first(

@@ -189,7 +189,8 @@ class LatencyPlanner(Planner):
     def _refine(self, _: float) -> bool:
         """Smaller steps, upwards from the best plan below the budget, or anywhere."""
         coarse: Steps = self.options["round_to"]
-        steps = replace(coarse, wide=max(1, coarse.wide // 4), least=max(1, coarse.least // 4))
+        finer = {"wide": max(1, coarse.wide // 4), "least": max(1, coarse.least // 4), "parts": 4 * coarse.parts}
+        steps = replace(coarse, **finer)
         self.fine, self.options = True, {**self.options, "round_to": steps}
         below = [plan for share, plan in self._by_share() if share <= 1]
         best = below[-1] if below else None

@@ -103,16 +103,17 @@ def steps_for(round_to: RoundTo, blocks: Sequence[int], widths: Sequence[int]) -
 class Steps:
     """The step a device likes for wide layers, and the least that keeps it from its slow kernels.
 
-    Narrow layers take smaller steps, a quarter of their width, so that they can be cut at all. Those that ``least``
-    would leave whole may have a ``narrow`` step where each width is timed before it is chosen.
+    Narrow layers take smaller steps, a quarter of their width (one of ``parts``), so that they can be cut at all. Those
+    that ``least`` would leave whole may have a ``narrow`` step where each width is timed before it is chosen.
     """
 
     wide: int
     least: int
     narrow: int | None = None
+    parts: int = 4
 
     def step(self, size: int) -> int:
-        fits = 1 << int(math.log2(max(size // 4, 1)))
+        fits = 1 << int(math.log2(max(size // self.parts, 1)))
         least = self.narrow if self.narrow and size < 2 * self.least else self.least
         return max(min(least, self.least), min(self.wide, fits))
 
