@@ -8,7 +8,6 @@ sites. Scores therefore average to one in every group, which makes them comparab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -34,20 +33,11 @@ def l2(weight: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _power_sums(weight: torch.Tensor, dim: int, power: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Sums of powers over all dimensions but one, part by part: no copy of a large weight is made."""
-    values, wide = weight.detach(), _wide(weight.dtype)
-    if values.dim() < 2:
-        return power(values.to(wide)).float()
-    rows = max(1, _AT_ONCE // max(values[0].numel(), 1)) if len(values) else 1
-    parts = [_sum_around(power(part.to(wide)), dim) for part in values.split(rows)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if dim == 0 else torch.stack(parts).sum(dim=0)
-
-
-def _sum_around(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over all dimensions but one: first over those before it, then over those after it, which is quickest."""
-    before, size = math.prod(values.shape[:dim]), values.shape[dim]
-    flat = values.reshape(before, -1).sum(dim=0) if before != 1 else values
-    return flat.reshape(size, -1).sum(dim=1)
+    """Sums of powers over all dimensions but one."""
+    if dim < 2 <= weight.dim():
+        return _both_sides(weight, power)[dim]
+    powers = power(weight.detach().to(_wide(weight.dtype))).movedim(dim, 0)
+    return powers.flatten(1).sum(dim=1) if powers.dim() > 1 else powers
 
 
 _AT_ONCE = 1 << 22
@@ -59,7 +49,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Sums of powers by rows and by columns, of which each element is looked at once."""
+    """Sums of powers by rows and by columns, part by part: no copy of a large weight is made."""
     values, wide = weight.detach(), _wide(weight.dtype)
     step = max(1, _AT_ONCE // max(values[0].numel(), 1)) if len(values) else 1
     rows, columns = [], []

@@ -21,8 +21,6 @@ FILES = {
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
-TENSOR = 5
-"""From so many rows of x on, by tensor cores."""
 WIDE = 2
 """From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
 BUSY = 24
@@ -76,19 +74,16 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     rows, columns = packed.shape
     batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
     padded = 1 << (batch - 1).bit_length()
-    if size == 2 and batch >= TENSOR and _most(device, size) >= 8:
-        padded = max(8, padded)
     properties: Any = torch.cuda.get_device_properties(device)
     processors, tiles = properties.multi_processor_count, tiles_of(columns)
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
     two = 2 * (needed + 64 * padded + 1024) <= properties.shared_memory_per_multiprocessor
-    many_registers = size == 4 and padded > 8
-    warps = 16 if many_registers or (two and batch < WIDE) else 32
+    warps = 16 if two and batch < WIDE else 32
     split = _split(rows * parts, processors)
     blocks = -(-rows * split // warps)
     if split == 1:
-        blocks = min(blocks, max(1, (2 if two and warps == 16 and not many_registers else 1) * processors // parts))
+        blocks = min(blocks, max(1, 32 // warps * processors // parts))
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
     run = _kernel(f"sparse_linear<{kind}, {padded}, {split}, {warps}>", device)

@@ -1,10 +1,11 @@
 // y = x W^T + bias for a packed W (see format.py) and a few rows of x, which lie in shared memory.
 //
-// KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4 ... 32.
+// KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4, 8 or 16;
+// from 8 on those of 16 bits go by tensor cores.
 // SPLIT: how many warps share a row of W. Sums are made in fp32, always in the same order.
 
 template <int KIND, int BATCH, int SPLIT, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 16 && (BATCH <= 8 || KIND != 2) ? 2 : 1)
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
                   float *partial, int rows, int columns, int tiles, int batch, int tiles_here) {
     typedef typename Kind<KIND>::Raw Raw;
