@@ -12,12 +12,12 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.measurement.backends import capture, prepare
-from sapwood.measurement.convolutions import Arranged, Conv, separate, ways_for
+from sapwood.measurement.convolutions import Arranged, Conv, one_pass_ways, separate, ways_for
 from sapwood.measurement.deployment import deploy
 from sapwood.measurement.packing import pack_two_of_four
 from tests.helpers import outputs, same, snapshot
 from tests.test_latency import chain
-from tests.test_measure import Many, Residual
+from tests.test_measure import Many, Mobile, Residual
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_all_ways_of_a_convolution_agree(kernel: int, stride: int, padding: int,
     x = torch.randn(4, channels, 64, 64, device=CUDA).bfloat16().contiguous(memory_format=last)
     weight = (torch.randn(64, channels, kernel, kernel, device=CUDA) / 10).bfloat16().contiguous(memory_format=last)
     bias = torch.randn(64, device=CUDA).bfloat16()
-    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, True, adds)
+    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, "relu", adds)
     plain = torch.nn.functional.conv2d(x, weight, bias, stride, padding)
     other = torch.randn_like(plain) if adds else None
     exact = separate(x.float(), weight.float(), bias.float(), None if other is None else other.float(), conv)
@@ -83,6 +83,54 @@ def test_all_ways_of_a_convolution_agree(kernel: int, stride: int, padding: int,
     for way in ways:
         found = Arranged(way, weight, bias, conv)(x, other)
         assert found.is_contiguous(memory_format=last) and error(found, exact) < 1e-2, way.name
+
+
+@pytest.mark.parametrize("after", ["", "relu", "relu6", "silu", "hardswish"])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "channels", "made", "own", "adds"),
+    [
+        (3, 2, 1, 3, 32, False, False),
+        (1, 1, 0, 24, 144, False, True),
+        (1, 1, 0, 13, 37, False, True),
+        (1, 1, 0, 300, 20, False, False),
+        (3, 1, 1, 40, 24, False, True),
+        (3, 1, 1, 96, 96, True, False),
+        (3, 2, 1, 13, 13, True, False),
+        (7, 1, 3, 33, 33, True, True),
+    ],
+)
+def test_one_pass_does_what_cudnn_does_in_many(
+    kernel: int, stride: int, padding: int, channels: int, made: int, own: bool, adds: bool, after: str
+) -> None:
+    last, groups = torch.channels_last, channels if own else 1
+    x = (3 * torch.randn(3, channels, 30, 24, device=CUDA)).bfloat16().contiguous(memory_format=last)
+    weight = torch.randn(made, channels // groups, kernel, kernel, device=CUDA) / (kernel * (channels / groups) ** 0.5)
+    weight, bias = weight.bfloat16().contiguous(memory_format=last), torch.randn(made, device=CUDA).bfloat16()
+    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), groups, after, adds)
+    plain = torch.nn.functional.conv2d(x, weight, bias, stride, padding, 1, groups)
+    other = torch.randn_like(plain) if adds else None
+    exact = separate(x.double(), weight.double(), bias.double(), None if other is None else other.double(), conv)
+    ways = one_pass_ways(x, weight, conv)
+    assert bool(ways) == (own or not conv.all_in_cudnn())
+    apart = error(separate(x, weight, bias, other, conv), exact)
+    for way in ways:
+        found = Arranged(way, weight, bias, conv)(x, other)
+        assert found.is_contiguous(memory_format=last) and error(found, exact) <= 1.2 * apart, way.name
+    x[1, 2, 3, 4] = float("nan")
+    spoilt = separate(x, weight, bias, other, conv).isnan()
+    for way in ways:
+        assert (Arranged(way, weight, bias, conv)(x, other).isnan() == spoilt).all(), way.name
+
+
+def test_a_mobile_network_runs_in_one_pass_a_layer() -> None:
+    """relu6, depthwise kernels and sums without activation, also within torch.compile."""
+    model = Mobile().to(CUDA, torch.bfloat16)
+    x = torch.randn(16, 3, 64, 64, device=CUDA).bfloat16()
+    for backend in ("graph", "compile"):
+        made = deploy(model, x, backend, seconds=0.1)
+        assert made.form == f"arranged, {backend}" and any("one pass" in note for note in made.notes), made.notes
+        other = torch.randn_like(x)
+        assert error(made(other), outputs(model, other)[0]) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

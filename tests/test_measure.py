@@ -209,7 +209,7 @@ def test_several_pixels_at_once_are_the_same_function(
 ) -> None:
     x, bias = torch.randn(2, channels, 32, size).double(), torch.randn(6).double()
     weight = torch.randn(6, channels, kernel, kernel).double()
-    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, True, adds)
+    conv = Conv((kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1, "relu", adds)
     plain = torch.nn.functional.conv2d(x, weight, bias, stride, padding)
     other = torch.randn_like(plain) if adds else None
     wanted = separate(x, weight, bias, other, conv)
@@ -220,9 +220,9 @@ def test_several_pixels_at_once_are_the_same_function(
 
 
 def test_what_does_not_divide_is_not_joined() -> None:
-    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, True, False)
+    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, "relu", False)
     assert [w.name for w in ways_for(torch.randn(1, 3, 8, 7), torch.randn(4, 3, 3, 3), conv)] == ["separate", "fused"]
-    valid = Conv((3, 3), (1, 1), (0, 0), (1, 1), 1, True, False)  # the output is narrower than the input
+    valid = Conv((3, 3), (1, 1), (0, 0), (1, 1), 1, "relu", False)  # the output is narrower than the input
     assert [w.name for w in ways_for(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3), valid)] == ["separate", "fused"]
 
 
@@ -244,6 +244,27 @@ class Residual(nn.Module):
         twice = self.twice(x)
         x = torch.relu(twice) + twice
         return torch.relu(self.last(x + self.shift)) + torch.relu(self.last(x) + self.shift[:, :4])
+
+
+class Mobile(nn.Module):
+    """Activations other than relu, kernels for each channel, sums without activation or into the other's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 24, 1)
+        self.own, self.narrow = nn.Conv2d(24, 24, 3, 1, 1, groups=24), nn.Conv2d(24, 8, 1)
+        self.inner, self.more = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(4)), nn.Conv2d(8, 16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.hardtanh(self.stem(x), 0.0, 6.0)
+        x = x + self.narrow(nn.functional.relu6(self.own(nn.functional.relu6(self.wide(x))), inplace=True))
+        x = nn.functional.silu(self.inner[0](x), inplace=True)
+        x = nn.functional.hardswish(x + self.inner[1](x))
+        into = x * 2
+        kept = into[:, :4]
+        x = torch.cat([into.add_(self.inner[2](x))[:, 4:], kept], 1)
+        x = nn.functional.hardtanh(self.inner[3](x), -1, 1)
+        return torch.relu(self.more(x))
 
 
 class Odd(nn.Module):
@@ -274,7 +295,7 @@ class Odd(nn.Module):
 def test_order_matters_where_values_change_in_place(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
     ways = {w.name: w for w in (convolutions.SEPARATE, convolutions.FUSED)}
-    monkeypatch.setattr(rewrite, "fastest_way", lambda x, w, b, conv: ways[chosen])
+    monkeypatch.setattr(rewrite, "fastest_way", lambda x, w, conv: ways[chosen])
     model, x = Odd().eval(), torch.randn(2, 3, 8, 8)
     made, _ = rewrite.rewrite(model, ((x,), {}))
     with torch.no_grad():
@@ -284,7 +305,7 @@ def test_order_matters_where_values_change_in_place(chosen: str, monkeypatch: py
 
 @pytest.mark.parametrize("chosen", ["separate", "fused", "8 at once", "2 at once"])
 def test_a_rewritten_graph_is_the_same_function(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(x: Any, weight: Any, bias: Any, conv: Conv) -> Any:
+    def choose(x: Any, weight: Any, conv: Conv) -> Any:
         ways = list(ways_for(x, weight, conv))
         return next((w for w in ways if w.name == chosen), ways[min(1, len(ways) - 1)])
 
@@ -296,6 +317,27 @@ def test_a_rewritten_graph_is_the_same_function(chosen: str, monkeypatch: pytest
     torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chosen", ["separate", "ours"])
+def test_activations_and_sums_are_done_with_the_convolution(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    ours = convolutions.Way("ours", separate)
+
+    def choose(x: Any, weight: Any, conv: Conv) -> Any:
+        seen.append((conv.after, conv.adds))
+        return ours if chosen == "ours" else convolutions.SEPARATE
+
+    monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(rewrite, "fastest_way", choose)
+    model, x = Mobile().eval(), torch.randn(2, 3, 16, 16)
+    made, used = rewrite.rewrite(model, ((x,), {}))
+    assert used == {chosen: 9}
+    first = [("relu6", False), ("relu6", False), ("relu6", False), ("", True), ("silu", False), ("hardswish", True)]
+    assert seen == [*first, ("", False), ("", False), ("relu", False)]
+    given = x.clone()
+    torch.testing.assert_close(made(given), model(x), rtol=1e-4, atol=1e-5)
+    assert torch.equal(given, x)
+
+
 def test_the_race_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that computes something else can never win."""
 
@@ -304,8 +346,8 @@ def test_the_race_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> N
 
     wrong = convolutions.Way("wrong", lambda x, w, b, o, c: torch.zeros_like(separate(x, w, b, o, c)))
     monkeypatch.setattr(convolutions, "capture", run_now)
-    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, True, False)
-    name = convolutions._race([wrong, convolutions.SEPARATE], IMAGE, torch.randn(4, 3, 3, 3), True, conv)
+    conv = Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, "relu", False)
+    name = convolutions._race([wrong, convolutions.SEPARATE], IMAGE, torch.randn(4, 3, 3, 3), conv)
     assert name == "separate"
 
 

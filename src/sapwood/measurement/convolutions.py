@@ -1,15 +1,18 @@
-"""Other ways to compute a convolution with its bias, sum and relu; which is fastest is measured, shape by shape.
+"""Other ways to compute a convolution with its bias, sum and activation; which is fastest is measured by shape.
 
 cuDNN computes a convolution, its bias, a sum and the relu in one kernel, where PyTorch's eager path takes up to
 four. It is slow with few channels (an image has three). In channels-last memory neighbouring pixels of a row are
 simply more channels: read several at once, with a weight arranged for that, and the same function is a convolution of
-many channels. No copy is made.
+many channels. No copy is made. For what cuDNN has no such kernel (other activations, a kernel for each channel) there
+are ours in ``one_pass``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +26,15 @@ from sapwood.surgery.check import relative_error
 Tensor = torch.Tensor
 FEW = 65  # input channels below which several pixels are tried as one
 AT_ONCE = (1, 2, 4, 8)
+HALF = (torch.float16, torch.bfloat16)
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+"""Activations that can be done with a convolution."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +46,29 @@ class Conv:
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    relu: bool
+    after: str
     adds: bool
+    biased: bool = True
+
+    def own_kernels(self, weight: Tensor) -> bool:
+        """A kernel for each channel."""
+        return self.groups > 1 and self.groups == weight.shape[0] and weight.shape[1] == 1
+
+    def all_in_cudnn(self) -> bool:
+        """Whether cuDNN leaves nothing to be done after it."""
+        return self.after == "relu" or not (self.after or self.adds or self.biased)
 
 
 def separate(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
     """One operator after the other, as PyTorch does."""
     out = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     out = out if other is None else out + other
-    return F.relu(out) if conv.relu else out
+    return AFTER[conv.after](out)
 
 
 def fused(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
     """cuDNN's kernel for all of it; without a relu, or on a CPU, there is none."""
-    if not conv.relu or not x.is_cuda:
+    if conv.after != "relu" or not x.is_cuda:
         return separate(x, weight, bias, other, conv)
     places = [list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups]
     aten: Any = torch.ops.aten
@@ -70,7 +91,7 @@ def _reach(weight_width: int, conv: Conv, made: int) -> int:
     return max(first, last, 0)
 
 
-def several(made: int) -> Compute:
+def several(made: int, inner: Compute = fused) -> Compute:
     """So many outputs of a row at once; the weight is arranged for that."""
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv) -> Tensor:
@@ -78,8 +99,8 @@ def several(made: int) -> Compute:
         other = None if other is None else _joined(other, made)
         window = (int(weight.shape[2]), int(weight.shape[3]))
         place = (conv.padding[0], weight.shape[3] // 2)
-        joined = Conv(window, (conv.stride[0], 1), place, (1, 1), 1, conv.relu, conv.adds)
-        out = fused(x, weight, bias, other, joined)
+        joined = Conv(window, (conv.stride[0], 1), place, (1, 1), 1, conv.after, conv.adds, conv.biased)
+        out = inner(x, weight, bias, other, joined)
         n, c, h, w = out.shape
         return out.permute(0, 2, 3, 1).reshape(n, h, w * made, c // made).permute(0, 3, 1, 2)
 
@@ -104,6 +125,22 @@ def several_weight(weight: Tensor, conv: Conv, made: int) -> Tensor:
 Compute = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None", Conv], Tensor]
 
 
+def one_pass(
+    tile: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Conv
+) -> Tensor:
+    """Our kernels; ``tile`` is the part of the output that one block computes."""
+    kernels: Any = torch.ops.sapwood  # ``triton_works`` has loaded them
+    last = torch.channels_last
+    x = x.contiguous(memory_format=last)
+    other = None if other is None else other.contiguous(memory_format=last)
+    places = [list(conv.stride), list(conv.padding)]
+    if conv.groups == 1:
+        return kernels.convolution(x, weight, bias, other, *places, conv.after, list(tile))  # type: ignore[no-any-return]
+    window, dilation = list(conv.window), list(conv.dilation)
+    made: Tensor = kernels.depthwise(x, weight, bias, other, window, *places, dilation, conv.after, list(tile))
+    return made
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to compute it, and how it wants the weight."""
@@ -111,8 +148,11 @@ class Way:
     name: str
     compute: Compute
     made: int = 0  # outputs of a row at once; 0 leaves the weight as it is
+    taps_first: bool = False
 
     def weight(self, weight: Tensor, conv: Conv) -> Tensor:
+        if self.taps_first:
+            return weight.flatten(1).t().contiguous()
         return several_weight(weight, conv, self.made) if self.made else weight
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
@@ -121,6 +161,11 @@ class Way:
 
 SEPARATE, FUSED = Way("separate", separate), Way("fused", fused)
 SEVERAL = tuple(Way(f"{made} at once", several(made), made) for made in AT_ONCE)
+ONE_PASS = tuple(Way(f"one pass {m}x{n}", partial(one_pass, (m, n))) for m, n in ((128, 64), (64, 64), (128, 128)))
+JOINED = tuple(Way(f"{made} at once, one pass", several(made, partial(one_pass, (128, 64))), made) for made in AT_ONCE)
+OWN_KERNELS = tuple(
+    Way(f"one pass, {w} by {c}", partial(one_pass, (w, c)), taps_first=True) for w, c in ((2, 32), (2, 64), (4, 16))
+)
 
 
 class Arranged(nn.Module):
@@ -141,10 +186,49 @@ class Arranged(nn.Module):
 def ways_for(x: Tensor, weight: Tensor, conv: Conv) -> Iterator[Way]:
     """Those that can be tried on a convolution; the first is PyTorch's own."""
     yield SEPARATE
-    if conv.relu:
+    if conv.after == "relu":
         yield FUSED
-    if conv.groups == 1 and conv.dilation == (1, 1) and weight.shape[1] < FEW:
+    yield from one_pass_ways(x, weight, conv)
+    if _joinable(weight, conv):
         yield from (way for way in SEVERAL if _fits(x, weight, conv, way.made))
+
+
+def one_pass_ways(x: Tensor, weight: Tensor, conv: Conv) -> tuple[Way, ...]:
+    """Our kernels where cuDNN has none that does it all; the first is a good guess."""
+    if not weight.is_cuda or not _small(x, weight, conv) or not triton_works(weight.device):
+        return ()
+    if conv.own_kernels(weight):
+        return OWN_KERNELS if weight.dtype in (*HALF, torch.float32) else ()
+    half = weight.dtype in HALF and conv.dilation == (1, 1) and conv.groups == 1
+    if not half or conv.all_in_cudnn():
+        return ()
+    joined = [way for way in JOINED if _joinable(weight, conv) and _fits(x, weight, conv, way.made)]
+    narrow = [way for way in joined if max(weight.shape[0], weight.shape[1] * conv.stride[1]) * way.made <= 64]
+    return (*narrow[-1:], *ONE_PASS, *(way for way in joined if way not in narrow[-1:]))
+
+
+def _small(x: Tensor, weight: Tensor, conv: Conv) -> bool:
+    """Whether 32 bits count the values that are read and made."""
+    made = x.numel() // x.shape[1] * weight.shape[0] // (conv.stride[0] * conv.stride[1])
+    return 2 * max(x.numel(), made) < 2**31
+
+
+@lru_cache
+def triton_works(device: torch.device) -> bool:
+    """Tried on a convolution of four values; where there is no compiler, or the GPU is too old, it does not."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    ones = torch.ones(1, 1, 2, 2, device=device)
+    conv = Conv((1, 1), (1, 1), (0, 0), (1, 1), 2, "", False)
+    try:
+        importlib.import_module("sapwood.measurement.one_pass")
+        return bool((one_pass((2, 8), ones, ones[:, :, 0, 0], None, None, conv) == 1).all())
+    except Exception:
+        return False
+
+
+def _joinable(weight: Tensor, conv: Conv) -> bool:
+    return conv.groups == 1 and conv.dilation == (1, 1) and weight.shape[1] < FEW
 
 
 def _fits(x: Tensor, weight: Tensor, conv: Conv, made: int) -> bool:
@@ -158,24 +242,24 @@ def _fits(x: Tensor, weight: Tensor, conv: Conv, made: int) -> bool:
 _KNOWN: dict[tuple[Any, ...], str] = {}
 
 
-def fastest_way(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Way:
+def fastest_way(x: Tensor, weight: Tensor, conv: Conv) -> Way:
     """The fastest for these shapes on this device, each measured in a graph; wrong or failing ones are left out.
 
     ``x`` may be without data: only its shape counts.
     """
     ways = list(ways_for(x, weight, conv))
-    key = (str(weight.device), x.dtype, tuple(x.shape), tuple(weight.shape), bias is None, conv)
+    key = (str(weight.device), x.dtype, tuple(x.shape), tuple(weight.shape), conv)
     if key not in _KNOWN:
-        _KNOWN[key] = ways[0].name if len(ways) == 1 else _race(ways, x, weight, bias is not None, conv)
+        _KNOWN[key] = ways[0].name if len(ways) == 1 else _race(ways, x, weight, conv)
     return next(way for way in ways if way.name == _KNOWN[key])
 
 
-def _race(ways: list[Way], x: Tensor, weight: Tensor, with_bias: bool, conv: Conv) -> str:
+def _race(ways: list[Way], x: Tensor, weight: Tensor, conv: Conv) -> str:
     device, dtype = weight.device, weight.dtype
     some = torch.randn(x.shape, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
     kernel = (torch.randn(weight.shape, device=device) / weight[0].numel() ** 0.5).to(dtype)
     kernel = kernel.contiguous(memory_format=torch.channels_last)
-    bias = torch.randn(len(weight), device=device).to(dtype) if with_bias else None
+    bias = torch.randn(len(weight), device=device).to(dtype) if conv.biased else None
     wanted = F.conv2d(some, kernel, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     other = torch.randn_like(wanted) if conv.adds else None
     wanted = separate(some, kernel, bias, other, conv)

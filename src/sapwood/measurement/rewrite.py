@@ -1,4 +1,4 @@
-"""A model's graph with each convolution computed in the fastest way, with its bias, sum and relu."""
+"""A model's graph with each convolution computed in the fastest way, with its bias, sum and activation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from sapwood.measurement.convolutions import Arranged, Conv, fastest_way
 from sapwood.storage.export import quiet
 
 _aten: Any = torch.ops.aten
-_RELU = (_aten.relu.default, _aten.relu_.default)
+_ACTIVATIONS = {
+    _aten.relu.default: "relu",
+    _aten.relu_.default: "relu",
+    _aten.relu6.default: "relu6",
+    _aten.relu6_.default: "relu6",
+    _aten.silu.default: "silu",
+    _aten.silu_.default: "silu",
+    _aten.hardswish.default: "hardswish",
+    _aten.hardswish_.default: "hardswish",
+}
+_BOUNDED = (_aten.hardtanh.default, _aten.hardtanh_.default)
 _ADD = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
@@ -60,8 +70,8 @@ def _value(node: Any) -> torch.Tensor:
 
 
 def _site(node: fx.Node) -> _Site:
-    """Look ahead: relu, or a sum with something that is there already, and relu."""
-    _, weight, _, stride, padding, dilation, groups = _arguments(node)
+    """Look ahead: an activation, or a sum with something that is there already, and perhaps an activation."""
+    _, weight, bias, stride, padding, dilation, groups = _arguments(node)
     last, other = node, None
     after = _only_user(node)
     if after is not None and after.target in _ADD and len(after.args) == 2 and not after.kwargs:
@@ -73,17 +83,24 @@ def _site(node: fx.Node) -> _Site:
             and other_node is not node
             and _same_form(_value(node), other_node)
             and other_node < node
-            and then is not None
-            and then.target in _RELU
         ):
-            other, last = other_node, then
-    elif after is not None and after.target in _RELU:
+            other, last = other_node, then if then is not None and _activation(then) else after
+    elif after is not None and _activation(after):
         last = after
     window = _pair(_value(weight).shape[2:])
     if _disturbed(node, last):
         last, other = node, None
-    conv = Conv(window, _pair(stride), _pair(padding), _pair(dilation), groups, last is not node, other is not None)
+    done = _activation(last) if last is not node else ""
+    places = _pair(stride), _pair(padding), _pair(dilation)
+    conv = Conv(window, *places, groups, done, other is not None, bias is not None)
     return _Site(node, last, other, conv)
+
+
+def _activation(node: fx.Node) -> str:
+    """Its name, where it is one that a convolution can do."""
+    if node.target in _BOUNDED:
+        return "relu6" if tuple(node.args[1:]) == (0.0, 6.0) and not node.kwargs else ""
+    return _ACTIVATIONS.get(node.target, "") if len(node.args) == 1 and not node.kwargs else ""
 
 
 def _disturbed(node: fx.Node, last: fx.Node) -> bool:
@@ -96,7 +113,7 @@ def _disturbed(node: fx.Node, last: fx.Node) -> bool:
         between.append(step)
         step = step.next
     own = {node, last, *node.users}
-    for other in between:
+    for other in (*between, last):
         schema = getattr(other.target, "_schema", None)
         if other not in own and schema is not None and schema.is_mutable:
             return True
@@ -169,7 +186,7 @@ def _replace(made: Any, site: _Site) -> str:
     x, weight, bias, *_ = _arguments(site.node)
     held = _tensor(made, weight).detach()
     value = _tensor(made, bias).detach() if bias is not None else None
-    way = fastest_way(_value(x), held, value, site.conv)
+    way = fastest_way(_value(x), held, site.conv)
     if way.name == "separate":
         return way.name
     name = _free_name(made, "_arranged")
@@ -178,7 +195,7 @@ def _replace(made: Any, site: _Site) -> str:
         done = made.graph.call_module(name, (x,) if site.other is None else (x, site.other))
     done.meta["val"] = _value(site.node)
     gone = [site.last]
-    while gone[-1] is not site.node:  # back along the chain: relu, sum, convolution
+    while gone[-1] is not site.node:  # back along the chain: activation, sum, convolution
         gone.append(next(n for n in gone[-1].all_input_nodes if n is not site.other))
     site.last.replace_all_uses_with(done)
     for node in gone:

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
 from sapwood.measurement.clock import alone, take_turns
-from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way
+from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way, one_pass_ways
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
 from sapwood.sparse.nvrtc import cache_folder
@@ -34,6 +35,7 @@ TIMED = (
 )
 """Operators whose time does not follow from the bytes they move."""
 
+ACTIVATIONS = {"relu": "relu", "hardtanh": "relu6", "silu": "silu", "hardswish": "hardswish"}
 FORMAT = 1
 
 
@@ -44,6 +46,7 @@ class OperatorTimes:
     device: torch.device
     backend: str
     channels_last: bool = False
+    after: str = "relu"  # what follows a convolution and is done with it
     use_disk: bool = True
     seconds: float = 0.03
     measured: int = 0
@@ -98,7 +101,9 @@ class OperatorTimes:
             return f"({','.join(map(plain, value))})" if isinstance(value, (list, tuple)) else repr(value)
 
         parts = [f"{name}={plain(value)}" for name, value in call.args if value is not None]
-        return f"{call.name}|{'channels_last|' if self.channels_last else ''}{'|'.join(parts)}"
+        layout = "channels_last|" if self.channels_last else ""
+        after = f"{self.after}|" if self.after != "relu" and call.name == "aten::convolution" else ""
+        return f"{call.name}|{layout}{after}{'|'.join(parts)}"
 
     def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
         with torch.no_grad(), alone(self.device):
@@ -128,7 +133,7 @@ class OperatorTimes:
                 and args["input"].dim() == 4
                 and not args["transposed"]
             ):
-                return self._captured(_arranged(args), (args["input"],))
+                return self._captured(_arranged(args, self.after), (args["input"],))
         if self.backend in ("onnxruntime", "openvino"):
             made = onnx_operator(call.name, args)
             if made is not None:
@@ -152,14 +157,24 @@ def _fitting(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "groups": groups if not args["transposed"] else args["groups"]}
 
 
-def _arranged(args: dict[str, Any]) -> Arranged:
-    """As ``deploy`` runs it: with bias and relu in the fastest way; few channels are worth a race."""
+def usual_activation(calls: Iterable[OpCall]) -> str:
+    """The one that a model has most of."""
+    names = (call.name.removeprefix("aten::").removesuffix("_") for call in calls)
+    found = Counter(ACTIVATIONS[name] for name in names if name in ACTIVATIONS)
+    return found.most_common(1)[0][0] if found else "relu"
+
+
+def _arranged(args: dict[str, Any], after: str) -> Arranged:
+    """As ``deploy`` runs it: with bias and activation in a fast way; few channels are worth a race."""
     weight = args["weight"]
     bias = torch.randn(len(weight), device=weight.device).to(weight.dtype)
     pairs = (tuple(int(n) for n in args[name]) for name in ("stride", "padding", "dilation"))
     stride, padding, dilation = ((p[0], p[-1]) for p in pairs)
     window = (int(weight.shape[2]), int(weight.shape[3]))
-    conv = Conv(window, stride, padding, dilation, args["groups"], True, False)
+    conv = Conv(window, stride, padding, dilation, args["groups"], after, False)
+    ours = one_pass_ways(args["input"], weight, conv)
+    if ours:
+        return Arranged(ours[0], weight, bias, conv)
     obvious = weight.shape[1] >= FEW and conv.groups == 1
-    way = FUSED if obvious else fastest_way(args["input"], weight, bias, conv)
+    way = FUSED if obvious else fastest_way(args["input"], weight, conv)
     return Arranged(way, weight, bias, conv)

@@ -13,7 +13,7 @@ from sapwood.measurement.backends import device_of
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import name_of
-from sapwood.measurement.tables import OperatorTimes
+from sapwood.measurement.tables import OperatorTimes, usual_activation
 from sapwood.pipeline.planner import Fails, Planner
 from sapwood.pipeline.predict import DEEP, FINE, FLOOR, LEVELS, Near, Prediction
 from sapwood.pipeline.quickly import QUICK, Quickly
@@ -75,7 +75,8 @@ class LatencyPlanner(Planner):
         quick = QUICK.get((self.device.type, self.way))
         self.quick = Quickly(self.model, self.inputs, quick) if quick else None
         arranged = "arranged" in self.dense.form or "channels_last" in self.dense.form
-        self.times = OperatorTimes(self.device, self.way, channels_last=arranged)
+        after = usual_activation(self.trace.calls)
+        self.times = OperatorTimes(self.device, self.way, channels_last=arranged, after=after)
 
     def _predict(self) -> Prediction:
         """Times of operators over widths, and choices of widths that fit together."""
