@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 FEW = 65  # input channels below which several pixels are tried as one
 AT_ONCE = (1, 2, 4, 8)
 HALF = (torch.float16, torch.bfloat16)
+MANY = 2**23  # outputs above which large tiles fill any device
 AFTER: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
     "relu": F.relu,
@@ -161,8 +162,8 @@ class Way:
 
 SEPARATE, FUSED = Way("separate", separate), Way("fused", fused)
 SEVERAL = tuple(Way(f"{made} at once", several(made), made) for made in AT_ONCE)
-ONE_PASS = tuple(Way(f"one pass {m}x{n}", partial(one_pass, (m, n))) for m, n in ((128, 64), (64, 64), (128, 128)))
-JOINED = tuple(Way(f"{made} at once, one pass", several(made, partial(one_pass, (128, 64))), made) for made in AT_ONCE)
+ONE_PASS = tuple(Way(f"one pass {m}x{n}", partial(one_pass, (m, n))) for m, n in ((128, 64), (64, 64)))
+JOINED = tuple(Way(f"{made} at once, one pass", several(made, partial(one_pass, (128, 128))), made) for made in AT_ONCE)
 OWN_KERNELS = tuple(
     Way(f"one pass, {w} by {c}", partial(one_pass, (w, c)), taps_first=True) for w, c in ((2, 32), (2, 64), (4, 16))
 )
@@ -188,8 +189,9 @@ def ways_for(x: Tensor, weight: Tensor, conv: Conv) -> Iterator[Way]:
     yield SEPARATE
     if conv.after == "relu":
         yield FUSED
-    yield from one_pass_ways(x, weight, conv)
-    if _joinable(weight, conv):
+    ours = one_pass_ways(x, weight, conv)
+    yield from ours
+    if not ours and _joinable(weight, conv):
         yield from (way for way in SEVERAL if _fits(x, weight, conv, way.made))
 
 
@@ -198,13 +200,16 @@ def one_pass_ways(x: Tensor, weight: Tensor, conv: Conv) -> tuple[Way, ...]:
     if not weight.is_cuda or not _small(x, weight, conv) or not triton_works(weight.device):
         return ()
     if conv.own_kernels(weight):
-        return OWN_KERNELS if weight.dtype in (*HALF, torch.float32) else ()
+        ways = OWN_KERNELS[2:] if len(weight) <= 16 else OWN_KERNELS[:2]
+        return ways if weight.dtype in (*HALF, torch.float32) else ()
     half = weight.dtype in HALF and conv.dilation == (1, 1) and conv.groups == 1
     if not half or conv.all_in_cudnn():
         return ()
     joined = [way for way in JOINED if _joinable(weight, conv) and _fits(x, weight, conv, way.made)]
-    narrow = [way for way in joined if max(weight.shape[0], weight.shape[1] * conv.stride[1]) * way.made <= 64]
-    return (*narrow[-1:], *ONE_PASS, *(way for way in joined if way not in narrow[-1:]))
+    if weight.shape[1] % 8 == 0:  # pixels wide enough to be read as they are
+        joined = [way for way in joined if weight.shape[0] * way.made <= 64][-1:]
+    pixels = x.numel() // x.shape[1] // (conv.stride[0] * conv.stride[1])
+    return (*joined, *(ONE_PASS if pixels * weight.shape[0] < MANY else ONE_PASS[:1]))
 
 
 def _small(x: Tensor, weight: Tensor, conv: Conv) -> bool:

@@ -14,16 +14,17 @@ import triton
 import triton.language as tl
 
 Tensor = torch.Tensor
+BOUNDS = {"": (-float("inf"), float("inf")), "relu": (0.0, float("inf")), "relu6": (0.0, 6.0)}
+SIZES = ["pixels", "made_steps", "steps", "height", "width", "rows", "columns", "low", "high"]
+"""One kernel for all values of these."""
 
 
 @triton.jit
-def _after(value, AFTER: tl.constexpr):
-    """The activation; comparisons are such that NaN stays NaN."""
-    if AFTER == "relu":
-        value = tl.where(value < 0.0, 0.0, value)
-    elif AFTER == "relu6":
-        value = tl.where(value < 0.0, 0.0, value)
-        value = tl.where(value > 6.0, 6.0, value)
+def _after(value, low, high, AFTER: tl.constexpr):
+    """The activation; NaN stays NaN. Bounds serve for relu, relu6 and none."""
+    if AFTER == "bounds":
+        value = tl.maximum(value, low, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.minimum(value, high, propagate_nan=tl.PropagateNan.ALL)
     elif AFTER == "silu":
         value = value / (1.0 + tl.exp(-value))
     elif AFTER == "hardswish":
@@ -33,22 +34,39 @@ def _after(value, AFTER: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, bias, other, out, where, mask, c, real, BIAS: tl.constexpr, ADDS: tl.constexpr, AFTER: tl.constexpr):
+def _finish(
+    total,
+    bias,
+    other,
+    out,
+    where,
+    mask,
+    c,
+    real,
+    low,
+    high,
+    BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    AFTER: tl.constexpr,
+):
     if BIAS:
         total += tl.load(bias + c, real, 0.0).to(tl.float32)[None, :]
     if ADDS:
         total += tl.load(other + where, mask, 0.0).to(tl.float32)
-    tl.store(out + where, _after(total, AFTER).to(out.dtype.element_ty), mask)
+    tl.store(out + where, _after(total, low, high, AFTER).to(out.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _product(
-    x, weight, bias, other, out, pixels, made_steps, steps, height, width, rows, columns,
+    x, weight, bias, other, out, pixels, made_steps, steps, height, width, rows, columns, low, high,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, POINT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     AFTER: tl.constexpr, MADE_STEP: tl.constexpr, STEP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Output pixels by output channels. Of each input row a window reads ``run`` neighbours in memory."""
+    """Output pixels by output channels. Of each input row a window reads ``run`` neighbours in memory.
+
+    They are read pixel by pixel where that is 16 bytes at once, and in one go where pixels are narrower.
+    """
     made, channels = made_steps * MADE_STEP, steps * STEP
     run = WINDOW_W * channels
     tiles = tl.cdiv(made, N)
@@ -68,19 +86,24 @@ def _product(
         top, side = place // columns * STRIDE_H - PAD_H, place % columns * STRIDE_W - PAD_W
         for tap in tl.static_range(WINDOW_H):
             line = top + tap
-            first = ((image * height + line) * width + side) * channels
             whole = inside & (line >= 0) & (line < height)
-            for begin in range(0, run, K):
-                at = begin + k
-                column = side[:, None] + (at // channels)[None, :]
-                seen = whole[:, None] & (column >= 0) & (column < width) & (at < run)[None, :]
-                left = tl.load(x + first[:, None] + at[None, :], seen, 0.0)
-                place_of = weight + n[None, :] * (WINDOW_H * run) + (tap * run + at)[:, None]
-                right = tl.load(place_of, wanted[None, :] & (at < run)[:, None], 0.0)
-                total = tl.dot(left, right, total)
+            for over in tl.static_range(WINDOW_W if STEP == 8 else 1):
+                first = ((image * height + line) * width + side + over) * channels
+                span = channels if STEP == 8 else run
+                for begin in range(0, span, K):
+                    at = begin + k
+                    if STEP == 8:
+                        seen = (whole & (side + over >= 0) & (side + over < width))[:, None] & (at < span)[None, :]
+                    else:
+                        column = side[:, None] + (at // channels)[None, :]
+                        seen = whole[:, None] & (column >= 0) & (column < width) & (at < span)[None, :]
+                    left = tl.load(x + first[:, None] + at[None, :], seen, 0.0)
+                    behind = n[None, :] * (WINDOW_H * run) + (tap * run + over * channels + at)[:, None]
+                    right = tl.load(weight + behind, wanted[None, :] & (at < span)[:, None], 0.0)
+                    total = tl.dot(left, right, total)
     where = m[:, None] * made + n[None, :]
     mask = inside[:, None] & wanted[None, :]
-    _finish(total, bias, other, out, where, mask, n, wanted, BIAS, ADDS, AFTER)
+    _finish(total, bias, other, out, where, mask, n, wanted, low, high, BIAS, ADDS, AFTER)
 
 
 @triton.jit
@@ -103,9 +126,9 @@ def _tap(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES[2:])
 def _own(
-    x, weight, bias, other, out, steps, height, width, rows, columns,
+    x, weight, bias, other, out, steps, height, width, rows, columns, low, high,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     APART_H: tl.constexpr, APART_W: tl.constexpr, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr,
     BIAS: tl.constexpr, ADDS: tl.constexpr, AFTER: tl.constexpr, STEP: tl.constexpr,
@@ -141,13 +164,13 @@ def _own(
     begin = ((image * rows + row) * columns + column)[:, None] * channels + c[None, :]
     lines = (row < rows)[:, None] & real[None, :]
     mask = lines & (column < columns)[:, None]
-    _finish(first, bias, other, out, begin, mask, c, real, BIAS, ADDS, AFTER)
+    _finish(first, bias, other, out, begin, mask, c, real, low, high, BIAS, ADDS, AFTER)
     mask = lines & (column + 1 < columns)[:, None]
-    _finish(second, bias, other, out, begin + channels, mask, c, real, BIAS, ADDS, AFTER)
+    _finish(second, bias, other, out, begin + channels, mask, c, real, low, high, BIAS, ADDS, AFTER)
     mask = lines & (column + 2 < columns)[:, None]
-    _finish(third, bias, other, out, begin + 2 * channels, mask, c, real, BIAS, ADDS, AFTER)
+    _finish(third, bias, other, out, begin + 2 * channels, mask, c, real, low, high, BIAS, ADDS, AFTER)
     mask = lines & (column + 3 < columns)[:, None]
-    _finish(fourth, bias, other, out, begin + 3 * channels, mask, c, real, BIAS, ADDS, AFTER)
+    _finish(fourth, bias, other, out, begin + 3 * channels, mask, c, real, low, high, BIAS, ADDS, AFTER)
 
 
 def _step(*sizes: int) -> int:
@@ -180,11 +203,12 @@ def convolution(
     tall, wide = tile[0], min(tile[1], max(16, triton.next_power_of_2(made)))
     deep = min(64, max(16, triton.next_power_of_2(run)))
     grid = (triton.cdiv(pixels, tall) * triton.cdiv(made, wide),)
-    with _on(x):
+    kind, low_high = ("bounds", BOUNDS[after]) if after in BOUNDS else (after, (0.0, 0.0))
+    with torch.cuda.device_of(x):
         _product[grid](
             x, weight, bias, other, out, pixels, made // _step(made), channels // _step(channels), height, width,
-            rows, columns, *stride, *padding, kh, kw, point, bias is not None, other is not None, after, _step(made),
-            _step(channels), tall, wide, deep,
+            rows, columns, *low_high, *stride, *padding, kh, kw, point, bias is not None, other is not None, kind,
+            _step(made), _step(channels), tall, wide, deep,
             num_warps=8 if tall * wide > 8192 else 4, num_stages=3,
         )  # fmt: skip
     return out
@@ -208,10 +232,11 @@ def depthwise(
     w = min(tile[0], triton.next_power_of_2(triton.cdiv(columns, 4)))
     h = 1024 // (c * w)
     grid = (n * triton.cdiv(rows, h) * triton.cdiv(columns, 4 * w), triton.cdiv(channels, c))
-    with _on(x):
+    kind, low_high = ("bounds", BOUNDS[after]) if after in BOUNDS else (after, (0.0, 0.0))
+    with torch.cuda.device_of(x):
         _own[grid](
-            x, weight, bias, other, out, channels // _step(channels), height, width, rows, columns, *stride,
-            *padding, *dilation, *window, bias is not None, other is not None, after, _step(channels), h, w, c,
+            x, weight, bias, other, out, channels // _step(channels), height, width, rows, columns, *low_high,
+            *stride, *padding, *dilation, *window, bias is not None, other is not None, kind, _step(channels), h, w, c,
             num_warps=4,
         )  # fmt: skip
     return out
@@ -223,7 +248,3 @@ def _(
     tile: Any,
 ) -> Tensor:  # fmt: skip
     return _empty(x, x.shape[1], _sizes(x, window, stride, padding, dilation))
-
-
-def _on(x: Tensor) -> Any:
-    return torch.cuda.device_of(x)
