@@ -1,4 +1,4 @@
-"""The tables of README and docs, as markdown, from the raw output of ``benchmarks.latency``.
+"""The tables of README and docs, as markdown, from the raw output of ``benchmarks.latency`` and ``forms``.
 
 python -m benchmarks.tables benchmarks/results/latency_h200.json
 """
@@ -95,6 +95,25 @@ def sweep(rows: Rows) -> Iterator[str]:
         yield ""
 
 
+def forms(shape: dict[str, Any]) -> Iterator[str]:
+    """Speeds against dense: a line for each form and sparsity, a column for each batch size."""
+    points = shape["points"]
+    batches = sorted({p["batch"] for p in points})
+    found = {
+        (r["form"], p["sparsity"], p["batch"]): r["timing"]["speed"]
+        for p in points
+        for r in p["rows"]
+        if r["form"] != "dense"
+    }
+    dense = {p["batch"]: r["timing"]["median_ms"] for p in points for r in p["rows"] if r["form"] == "dense"}
+    rows, columns = shape["what"]["rows"], shape["what"]["cols"]
+    yield from head([f"{rows} x {columns}, batch", *map(str, batches)])
+    yield line(["dense, us", *(f"{1000 * dense[b]:.3g}" for b in batches)])
+    for form, sparsity in dict.fromkeys((form, sparsity) for form, sparsity, _ in found):
+        speeds = [found.get((form, sparsity, b)) for b in batches]
+        yield line([f"{form}, {sparsity:.0%}", *("" if s is None else f"{s:.2f}" if s >= 0.1 else f"{s:.1g}" for s in speeds)])
+
+
 def main() -> None:
     for path in sys.argv[1:]:
         with open(path) as file:
@@ -103,6 +122,8 @@ def main() -> None:
             if part in results:
                 print(f"\n{part}, {path}\n")
                 print("\n".join(table(results[part])))
+        for shape in results.get("shapes", []):
+            print("\n" + "\n".join(forms(shape)))
 
 
 if __name__ == "__main__":
