@@ -35,11 +35,11 @@ template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void
     }
 }
 
-// Sums over the lanes: lane l gets that of row l * BATCH / 32 of the batch, or all get the one.
-template <int BATCH> __device__ __forceinline__ float reduce(float (&sum)[BATCH], int lane) {
+// Sums over 2 * FIRST lanes: lane l of them gets that of row l * BATCH / (2 * FIRST) of the batch, or all get the one.
+template <int BATCH, int FIRST = 16> __device__ __forceinline__ float reduce(float (&sum)[BATCH], int lane) {
     int left = BATCH;
 #pragma unroll
-    for (int half = 16; half > 0; half /= 2) {
+    for (int half = FIRST; half > 0; half /= 2) {
         if (left > 1) {
             left /= 2;
             const bool upper = lane & half;
@@ -144,8 +144,20 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
                     bad |= (two[b] & TOP) == TOP || (two[b] >> 16 & TOP) == TOP;
                     left[b] = (Raw)two[b], right[b] = (Raw)(two[b] >> 16);
                 }
-                store(c, left);
-                store(c + 1, right);
+                if constexpr (BYTES<KIND, BATCH> >= 16) {  // eight lanes in a row store eight kinds of columns
+                    const bool turned = threadIdx.x & 4;
+                    Raw now[BATCH], then[BATCH];
+#pragma unroll
+                    for (int b = 0; b < BATCH; b++) {
+                        now[b] = turned ? right[b] : left[b];
+                        then[b] = turned ? left[b] : right[b];
+                    }
+                    store(c + turned, now);
+                    store(c + !turned, then);
+                } else {
+                    store(c, left);
+                    store(c + 1, right);
+                }
             }
             return bad;
         }

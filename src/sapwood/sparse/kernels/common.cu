@@ -1,42 +1,19 @@
-// What the kernels share: numbers of 16 and 32 bits, chunks of packed weights (see format.py), and their start.
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
+// What the kernels share: numbers of 16 and 32 bits, and chunks of packed weights (see format.py).
 constexpr int CHUNK = 8, TILE = 4096;
-
-// The next kernel may start when there is room, and this one before the last has ended: what does not depend on it,
-// the weights, is on its way from memory by then. Nothing is used before all that came before is done.
-__device__ __forceinline__ void let_others_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_others() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void send_for(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 template <int KIND> struct Kind { typedef u16 Raw; };
 template <> struct Kind<2> { typedef u32 Raw; };
 
 template <int KIND> __device__ __forceinline__ float widen(u32 raw) {
     if constexpr (KIND == 0) return __uint_as_float(raw << 16);
-    else if constexpr (KIND == 1) {
-        float wide;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)raw));
-        return wide;
-    } else return __uint_as_float(raw);
+    else if constexpr (KIND == 1) return from_half((u16)raw);
+    else return __uint_as_float(raw);
 }
 
 template <int KIND> __device__ __forceinline__ typename Kind<KIND>::Raw narrow(float wide) {
-    u16 raw;
-    if constexpr (KIND == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
-    else if constexpr (KIND == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    if constexpr (KIND == 0) return to_brain(wide);
+    else if constexpr (KIND == 1) return to_half(wide);
     else return __float_as_uint(wide);
-    return raw;
 }
 
 // The low and the high half of a word of two 16-bit numbers.
@@ -94,8 +71,6 @@ template <int BYTES> struct Columns {
         return now;
     }
 };
-
-extern __shared__ uint4 shared[];
 
 // The sum of a row of W and row b of x: to the sums of this part of the columns, or with the bias to y.
 template <int KIND>

@@ -12,18 +12,6 @@ __device__ __forceinline__ int partner(int lane) {
     return (lane & 8) << 1 | (lane & 16) >> 1 | (lane & 1) << 2 | (lane >> 1 & 3);
 }
 
-template <int KIND>
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {
-    if constexpr (KIND == 0)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
-}
-
 // The sums of a warp over its part of a row of W.
 template <int KIND, int BATCH> struct Sums<KIND, BATCH, true> {
     static constexpr int EIGHTS = BATCH / 8, TOTALS = EIGHTS, LANES = 4;
@@ -56,7 +44,6 @@ template <int KIND, int BATCH> struct Sums<KIND, BATCH, true> {
     __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, int from, int last, int) {
         if (from >= last) return;
         Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
-        const u32 start = (u32)__cvta_generic_to_shared(xs);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             const u32 column = columns[i], word = chunk.word(i / 2);
@@ -64,9 +51,7 @@ template <int KIND, int BATCH> struct Sums<KIND, BATCH, true> {
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++) {
                 u32 x[4];
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                             : "r"(start + slot<EIGHTS>(column, e)));
+                fetch_matrices(x, xs, slot<EIGHTS>(column, e));
                 multiply<KIND>(sum[e], x, above, below);
             }
         }

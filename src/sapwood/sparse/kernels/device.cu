@@ -1,0 +1,56 @@
+// What only the device has: instructions without a name in CUDA C++, and shared memory.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+extern __shared__ uint4 shared[];
+
+// The next kernel may start when there is room, and this one before the last has ended: what does not depend on it,
+// the weights, is on its way from memory by then. Nothing is used before all that came before is done.
+__device__ __forceinline__ void let_others_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void send_for(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ float from_half(u16 raw) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(raw));
+    return wide;
+}
+__device__ __forceinline__ u16 to_half(float wide) {
+    u16 raw;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    return raw;
+}
+__device__ __forceinline__ u16 to_brain(float wide) {
+    u16 raw;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(wide));
+    return raw;
+}
+
+// Four matrices [8 x 8] of 16-bit numbers, turned; each lane says where a row of 16 bytes lies.
+__device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"((u32)__cvta_generic_to_shared(from) + offset));
+}
+
+// [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).
+template <int KIND>
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {
+    if constexpr (KIND == 0)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(upper), "r"(lower));
+}

@@ -1,0 +1,191 @@
+// CUDA kernels on a CPU, for tests: every thread of a block is a fiber; what a warp or a block does together waits for
+// all of them. It stands in place of device.cu, and of the built-in functions that the kernels call.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+using std::max;
+using std::min;
+
+struct Place { unsigned x, y, z; };
+static Place threadIdx, blockIdx, blockDim, gridDim;
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return uint4{x, y, z, w}; }
+static float __uint_as_float(u32 raw) { float value; memcpy(&value, &raw, 4); return value; }
+static u32 __float_as_uint(float value) { u32 raw; memcpy(&raw, &value, 4); return raw; }
+static float fmaf_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#define fmaf fmaf_
+template <class T> static T __ldcs(const T *at) { return *at; }
+template <class T> static T __ldcg(const T *at) { return *at; }
+
+[[noreturn]] static void fail(const char *why) {
+    fprintf(stderr, "the emulated kernel %s\n", why);
+    abort();
+}
+
+// ---- fibers ----
+static std::vector<ucontext_t> fibers;
+static std::vector<char> done;
+static ucontext_t home;
+static int current;
+static void (*body)();
+static void rest() { swapcontext(&fibers[current], &home); }
+static void live() { body(); done[current] = 1; rest(); }
+
+struct Warp {
+    int arrived = 0, round = 0;
+    u64 in[32], out[32];
+    u32 from[32], words[32][6], found[32][4];
+};
+static std::vector<Warp> warps;
+static int arrived, round_, any, any_now;
+
+template <class F> static void together(F last) {  // the last lane to come does it for all
+    Warp &warp = warps[current / 32];
+    const int round = warp.round;
+    if (++warp.arrived == 32) last(warp), warp.arrived = 0, warp.round++;
+    else while (warp.round == round) rest();
+}
+static int __syncthreads_or(int value) {
+    const int now = round_;
+    any |= value != 0;
+    if (++arrived == (int)blockDim.x) any_now = any, any = arrived = 0, round_++;
+    else while (round_ == now) rest();
+    return any_now;
+}
+static void __syncthreads() { __syncthreads_or(0); }
+static void __syncwarp() { together([](Warp &) {}); }
+template <class T> static T exchange(T value, int from) {
+    Warp &warp = warps[current / 32];
+    const int lane = current % 32;
+    warp.in[lane] = 0, warp.from[lane] = from;
+    memcpy(&warp.in[lane], &value, sizeof(T));
+    together([](Warp &w) { for (int i = 0; i < 32; i++) w.out[i] = w.in[w.from[i]]; });
+    memcpy(&value, &warp.out[lane], sizeof(T));
+    return value;
+}
+static void require_all(u32 mask) { if (mask != 0xffffffffu) fail("shuffles only part of a warp"); }
+template <class T> static T __shfl_sync(u32 m, T value, int from) { require_all(m); return exchange(value, from & 31); }
+template <class T> static T __shfl_xor_sync(u32 m, T value, int by) { require_all(m); return exchange(value, current % 32 ^ by); }
+template <class T> static T __shfl_up_sync(u32 m, T value, int by) {
+    require_all(m);
+    return exchange(value, current % 32 >= by ? current % 32 - by : current % 32);
+}
+static int __reduce_add_sync(u32 mask, int value) {
+    require_all(mask);
+    for (int by = 16; by; by /= 2) value += exchange(value, current % 32 ^ by);
+    return value;
+}
+static int __any_sync(u32 mask, int value) { return __reduce_add_sync(mask, value != 0) != 0; }
+static u32 __byte_perm(u32 a, u32 b, u32 which) {
+    const u64 both = (u64)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; i++) found |= (u32)(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
+
+// ---- in place of device.cu ----
+static int room;  // bytes of shared memory that the launch asked for
+alignas(128) static unsigned char shared_bytes[256 * 1024];
+#define shared (reinterpret_cast<uint4 *>(shared_bytes))
+static void let_others_start() {}
+static void wait_for_others() {}
+static void send_for(const void *) {}
+static float from_half(u16 raw) { _Float16 value; memcpy(&value, &raw, 2); return value; }
+static u16 to_half(float value) { const _Float16 near = value; u16 raw; memcpy(&raw, &near, 2); return raw; }
+static u16 to_brain(float value) {
+    const u32 raw = __float_as_uint(value);
+    return value != value ? 0x7fff : (u16)((raw + 0x7fff + (raw >> 16 & 1)) >> 16);
+}
+static long fetched, cycles;  // matrices, and what they took: banks that are met twice cost one more
+static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
+    Warp &warp = warps[current / 32];
+    warp.from[current % 32] = (u32)(static_cast<const unsigned char *>(from) - shared_bytes) + offset;
+    together([](Warp &w) {
+        for (int m = 0; m < 4; m++) {
+            std::vector<u32> rows(w.from + 8 * m, w.from + 8 * m + 8), apart = rows;
+            for (u32 at : rows) if (at % 16 || at + 16 > (u32)room) fail("reads a row of a matrix where none is");
+            std::sort(apart.begin(), apart.end());
+            apart.erase(std::unique(apart.begin(), apart.end()), apart.end());
+            int met[8] = {}, most = 0;
+            for (u32 at : apart) most = max(most, ++met[at / 16 % 8]);
+            fetched++, cycles += most;
+            for (int lane = 0; lane < 32; lane++) {
+                u16 two[2];
+                for (int i = 0; i < 2; i++) memcpy(&two[i], shared_bytes + rows[lane % 4 * 2 + i] + 2 * (lane / 4), 2);
+                w.found[lane][m] = two[0] | (u32)two[1] << 16;
+            }
+        }
+    });
+    for (int m = 0; m < 4; m++) x[m] = warp.found[current % 32][m];
+}
+template <int KIND> static float number(u32 word, int half) {
+    const u16 raw = (u16)(half ? word >> 16 : word);
+    return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);
+}
+template <int KIND> static void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {
+    Warp &warp = warps[current / 32];
+    u32 *own = warp.words[current % 32];
+    for (int i = 0; i < 4; i++) own[i] = x[i];
+    own[4] = upper, own[5] = lower;
+    together([](Warp &w) {
+        float a[16][16], b[16][8];
+        for (int lane = 0; lane < 32; lane++)
+            for (int half = 0; half < 2; half++) {
+                const int g = lane / 4, t = lane % 4 * 2 + half;
+                for (int i = 0; i < 4; i++) a[g + i % 2 * 8][t + i / 2 * 8] = number<KIND>(w.words[lane][i], half);
+                for (int i = 0; i < 2; i++) b[t + 8 * i][g] = number<KIND>(w.words[lane][4 + i], half);
+            }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                float total = 0;
+                for (int k = 0; k < 16; k++) total += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+                w.found[lane][i] = __float_as_uint(total);
+            }
+    });
+    for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(warp.found[current % 32][i]);
+}
+
+static void run_grid(int across, int down, int threads, int bytes, void (*what)()) {
+    constexpr size_t STACK = 64 * 1024;
+    static std::vector<char> stacks;
+    stacks.resize(STACK * threads);
+    gridDim = Place{(unsigned)across, (unsigned)down, 1}, blockDim = Place{(unsigned)threads, 1, 1}, body = what;
+    room = bytes;
+    if (bytes > (int)sizeof shared_bytes) fail("asks for more shared memory than there is");
+    for (int block = 0; block < across * down; block++) {
+        blockIdx = Place{(unsigned)(block % across), (unsigned)(block / across), 0};
+        memset(shared_bytes, 0x7f, sizeof shared_bytes);  // not what a kernel would find by luck
+        fibers.assign(threads, ucontext_t{}), warps.assign(threads / 32, Warp{}), done.assign(threads, 0);
+        arrived = any = 0;
+        for (int i = 0; i < threads; i++) {
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = stacks.data() + STACK * i, fibers[i].uc_stack.ss_size = STACK;
+            makecontext(&fibers[i], live, 0);
+        }
+        for (int left = threads, idle = 0; left;) {
+            const int before = left;
+            for (current = 0; current < threads; current++)
+                if (!done[current]) {
+                    threadIdx = Place{(unsigned)current, 0, 0};
+                    swapcontext(&home, &fibers[current]);
+                    left -= done[current];
+                }
+            if (before == left && ++idle > 1000000) fail("waits for ever");
+        }
+        for (size_t i = room; i < sizeof shared_bytes; i++) if (shared_bytes[i] != 0x7f) fail("writes beyond its shared memory");
+    }
+}

@@ -1,0 +1,160 @@
+"""The CUDA kernels of sapwood.sparse, compiled for the CPU and run thread by thread: what they compute."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sapwood.sparse import cuda
+from sapwood.sparse.format import Packed, pack_weight
+
+HERE = Path(__file__).parent
+NAMES = [
+    *(f"sparse_flow<{kind}, {batch}, {warps}>" for kind, batch, warps in [(0, 1, 16), (1, 2, 32), (0, 4, 32)]),
+    *(f"sparse_flow<{kind}, {batch}, 32>" for kind, batch in [(0, 8), (1, 16), (2, 4)]),
+    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>"),
+    *("sum_parts<0>", "sum_parts<1>", "sum_parts<2>", "unpack<0>", "unpack<2>"),
+]
+TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
+NEAR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    files = ("common.cu", "columns.cu", "tensor.cu", "linear.cu", "flow.cu", "whole.cu")
+    text = "\n".join((cuda.SOURCES / name).read_text() for name in files)
+    calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
+    text += f"""
+static void **given;
+static int chosen;
+template <class T> static T arg(int i) {{ return *static_cast<T *>(given[i]); }}
+static void call() {{ switch (chosen) {{ {calls} }} }}
+extern "C" void run(int which, int across, int down, int threads, int bytes, void **arguments, long *counts) {{
+    chosen = which, given = arguments, fetched = cycles = 0;
+    run_grid(across, down, threads, bytes, call);
+    counts[0] = fetched, counts[1] = cycles;
+}}"""
+    at = tmp_path_factory.mktemp("emulated")
+    (at / "kernels.cpp").write_text(f'#include "{HERE / "emulator.hpp"}"\n{text}')
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "kernels.cpp", "-o", "kernels.so"]
+    done = subprocess.run(command, cwd=at, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(at / "kernels.so"))
+
+
+def _arguments(name: str, text: str) -> str:
+    """Each as its own type, from the kernel's signature."""
+    found = re.search(rf"\b{name.partition('<')[0]}\(([^)]*)\)\s*{{", text)
+    assert found is not None
+    types = [" ".join(part.split()[:-1]) + "*" * part.split()[-1].count("*") for part in found[1].split(",")]
+    return ", ".join(f"arg<{kind}>({n})" for n, kind in enumerate(types))
+
+
+class Emulated:
+    """In place of ``nvrtc.Kernel``."""
+
+    counts = (ctypes.c_long * 2)()
+
+    def __init__(self, library: Any, name: str) -> None:
+        self.library, self.name = library, name
+
+    def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Any) -> None:
+        held = [_as_c(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
+        self.library.run(NAMES.index(self.name), *grid, threads, shared, pointers, self.counts)
+
+
+def _as_c(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_void_p(0) if value is None else ctypes.c_int(value) if isinstance(value, int) else value
+
+
+@pytest.fixture
+def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of three multiprocessors."""
+    machine = SimpleNamespace(
+        multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
+    )
+    cuda._most.cache_clear()
+    monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
+
+
+def _weight(rows: int, columns: int, zeros: float, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows are empty, some have no zeros."""
+    weight = torch.randn(rows, columns).to(dtype)
+    weight[torch.rand(rows, columns) < zeros] = 0
+    weight[torch.rand(rows) < 0.1] = 0
+    full = torch.rand(rows) < 0.05
+    weight[full] = torch.randn(int(full.sum()), columns).to(dtype)
+    return weight
+
+
+def _require_near(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.isinf(), exact.isinf())
+    size = exact.abs() + 0.05 * (x.double().abs() @ weight.double().abs().t()) + 1e-3
+    off = ((found.double() - exact).abs() / size)[exact.isfinite()]
+    assert len(off) == 0 or float(off.max()) < NEAR[found.dtype]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("flow", "kind", "batch"),
+    [
+        *((True, kind, batch) for kind, batch in [(0, 1), (1, 2), (0, 3), (0, 8), (1, 13), (2, 4)]),
+        *((False, kind, batch) for kind, batch in [(0, 1), (1, 7), (0, 16)]),
+    ],
+)
+def test_products_agree_with_dense_ones(flow: bool, kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "FLOW", flow)
+    monkeypatch.setattr(cuda, "_split", lambda rows, processors: {1: 16, 7: 1}.get(batch, 2))  # as compiled above
+    torch.manual_seed(batch)
+    chance = random.Random(batch)
+    for _ in range(6):
+        rows = chance.choice([1, 3, chance.randint(1, 60), chance.randint(60, 300), 1030])
+        columns = chance.choice([1, chance.randint(2, 90), chance.randint(90, 3000), 4096, chance.randint(4097, 9000)])
+        columns = min(columns, 100) if rows > 300 else columns
+        weight = _weight(rows, columns, chance.choice([0.0, 0.5, 0.8, 0.97, 1.0]), TYPES[kind])
+        x, bias = torch.randn(batch, columns).to(TYPES[kind]), torch.randn(rows).to(TYPES[kind])
+        if chance.random() < 0.2:
+            x[chance.randrange(batch), chance.randrange(columns)] = chance.choice([float("nan"), float("inf")])
+        given = bias if chance.random() < 0.5 else None
+        packed = pack_weight(weight, by_kind=chance.random() < 0.8)
+        if len(packed.places):
+            _require_near(cuda.linear(x, packed, given), x, weight, given)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_chunks_by_kind_seldom_meet_the_same_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "FLOW", True)
+    x, weight = torch.randn(8, 4096).bfloat16(), _weight(64, 4096, 0.8, torch.bfloat16)
+    cycles = {}
+    for by_kind in (False, True):
+        cuda.linear(x, pack_weight(weight, by_kind=by_kind), None)
+        cycles[by_kind] = Emulated.counts[1] / Emulated.counts[0]
+    assert cycles[True] < 1.3 < 1.8 < cycles[False]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", [0, 2])
+def test_unpacked_is_what_was_packed(kind: int) -> None:
+    torch.manual_seed(0)
+    for rows, columns, zeros in ((1, 1, 0.0), (7, 5000, 0.8), (33, 100, 0.5), (3, 9001, 0.99)):
+        weight = _weight(rows, columns, zeros, TYPES[kind])
+        packed: Packed = pack_weight(weight, by_kind=True)
+        if len(packed.places):
+            assert torch.equal(cuda.unpack(packed), weight)
