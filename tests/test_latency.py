@@ -129,6 +129,30 @@ def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.Monk
     times.save()
 
 
+def test_a_convolution_is_timed_with_the_activation_that_the_model_has(own_cache: Path) -> None:
+    def usual(*layers: nn.Module) -> str:
+        seen = sw.trace(nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 8, 3)), X)
+        return tables.usual_activation(seen.calls)
+
+    assert usual(nn.ReLU6()) == usual(nn.ReLU6(inplace=True), nn.ReLU6()) == "relu6"
+    assert usual(nn.SiLU()) == "silu" and usual(nn.Hardswish(inplace=True)) == "hardswish"
+    assert usual(nn.Hardtanh()) == usual(nn.GELU()) == usual() == usual(nn.ReLU(), nn.ReLU(), nn.SiLU()) == "relu"
+
+
+def test_what_is_done_with_a_convolution_has_times_of_its_own(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "triton_works", lambda device: True)
+    monkeypatch.setattr(tables, "describe", lambda device: {})
+    seen = sw.trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8)), X)
+    keys = {}
+    for device in ("cpu", "cuda"):
+        for after in ("relu", "relu6"):
+            times = OperatorTimes(torch.device(device), "graph", channels_last=True, after=after, use_disk=False)
+            keys[device, after] = [times.key(call, seen.dense) for call in seen.calls if call.name in tables.TIMED]
+    assert keys["cpu", "relu"] == keys["cpu", "relu6"]
+    assert keys["cuda", "relu"][0] == keys["cpu", "relu"][0]
+    assert len({*keys["cuda", "relu"], *keys["cuda", "relu6"], *keys["cpu", "relu"]}) == 5
+
+
 class Formula:
     """Times that follow from sizes: multiply-accumulates, in blocks of ``step`` channels."""
 

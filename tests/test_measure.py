@@ -338,6 +338,63 @@ def test_activations_and_sums_are_done_with_the_convolution(chosen: str, monkeyp
     assert torch.equal(given, x)
 
 
+class Turned(nn.Module):
+    """A sum that lies otherwise in memory than the convolution, and values changed where autocast is switched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = (x + self.a(x)).view(len(x), -1)
+        z = x * 1
+        y = self.b(z)
+        with torch.autocast("cpu", enabled=False):
+            z.mul_(3)
+        return flat, nn.functional.silu(y) + z
+
+
+def test_layouts_and_hidden_changes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def channels_last(*given: Any) -> torch.Tensor:
+        return separate(*given).contiguous(memory_format=torch.channels_last)
+
+    monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(rewrite, "fastest_way", lambda x, w, conv: convolutions.Way("ours", channels_last))
+    model: Any = Turned().eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(2, 4, 8, 8)
+    made, used = rewrite.rewrite(model, ((x,), {}))
+    assert used == {"ours": 2}
+    for found, wanted in zip(made(x), model(x), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_of_our_own_are_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU none; on one those for the shape, unless they would take minutes to compile."""
+    weight = torch.empty(32, 24, 1, 1, dtype=torch.bfloat16)
+    conv = Conv((1, 1), (1, 1), (0, 0), (1, 1), 1, "relu6", False)
+    x = torch.empty(2, 24, 8, 8, device="meta", dtype=torch.bfloat16)
+    assert convolutions.one_pass_ways(x, weight, conv) == ()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(convolutions, "triton_works", lambda device: True)
+
+    def ways(made: int, channels: int, window: int, groups: int = 1, after: str = "relu6", **size: Any) -> list[str]:
+        kernel = torch.empty(made, channels // groups, window, window, device="meta", dtype=torch.bfloat16)
+        padding = window // 2
+        conv = Conv(
+            (window, window), (1, 1), (padding, padding), (1, 1), groups, after, False, size.get("biased", True)
+        )
+        x = torch.empty(size.get("batch", 2), channels, 8, 8, device="meta", dtype=torch.bfloat16)
+        return [way.name for way in convolutions.one_pass_ways(x, kernel, conv)]
+
+    assert ways(96, 24, 1) == ["one pass 128x64", "one pass 64x64"]
+    assert ways(32, 16, 1)[0] == "2 at once in one pass"
+    assert ways(96, 24, 3, after="") and not ways(96, 24, 3, after="", biased=False)
+    assert not ways(96, 24, 3, after="relu") and not ways(96, 24, 5)
+    assert ways(24, 24, 7, 24) == ["one pass 2 by 32", "one pass 2 by 64"] and not ways(24, 24, 9, 24)
+    assert ways(16, 16, 3, 16, "relu") == ["one pass 4 by 16"]
+    assert not ways(24, 24, 3, 4) and not ways(96, 24, 1, batch=2**20)
+
+
 def test_the_race_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that computes something else can never win."""
 

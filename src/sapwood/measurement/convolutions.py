@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 FEW = 65  # input channels below which several pixels are tried as one
 AT_ONCE = (1, 2, 4, 8)
 HALF = (torch.float16, torch.bfloat16)
+TAPS, WIDEST = 9, 7  # of a kernel; one with more takes minutes to compile
 MANY = 2**23  # outputs above which large tiles fill any device
 AFTER: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -163,9 +164,11 @@ class Way:
 SEPARATE, FUSED = Way("separate", separate), Way("fused", fused)
 SEVERAL = tuple(Way(f"{made} at once", several(made), made) for made in AT_ONCE)
 ONE_PASS = tuple(Way(f"one pass {m}x{n}", partial(one_pass, (m, n))) for m, n in ((128, 64), (64, 64)))
-JOINED = tuple(Way(f"{made} at once, one pass", several(made, partial(one_pass, (128, 128))), made) for made in AT_ONCE)
+JOINED = tuple(
+    Way(f"{made} at once in one pass", several(made, partial(one_pass, (128, 128))), made) for made in AT_ONCE
+)
 OWN_KERNELS = tuple(
-    Way(f"one pass, {w} by {c}", partial(one_pass, (w, c)), taps_first=True) for w, c in ((2, 32), (2, 64), (4, 16))
+    Way(f"one pass {w} by {c}", partial(one_pass, (w, c)), taps_first=True) for w, c in ((2, 32), (2, 64), (4, 16))
 )
 
 
@@ -201,11 +204,12 @@ def one_pass_ways(x: Tensor, weight: Tensor, conv: Conv) -> tuple[Way, ...]:
         return ()
     if conv.own_kernels(weight):
         ways = OWN_KERNELS[2:] if len(weight) <= 16 else OWN_KERNELS[:2]
-        return ways if weight.dtype in (*HALF, torch.float32) else ()
+        return ways if weight.dtype in (*HALF, torch.float32) and max(conv.window) <= WIDEST else ()
     half = weight.dtype in HALF and conv.dilation == (1, 1) and conv.groups == 1
-    if not half or conv.all_in_cudnn():
+    if not half or conv.all_in_cudnn() or conv.window[0] * conv.window[1] > TAPS:
         return ()
     joined = [way for way in JOINED if _joinable(weight, conv) and _fits(x, weight, conv, way.made)]
+    joined = [way for way in joined if conv.window[0] * (2 * _reach(conv.window[1], conv, way.made) + 1) <= TAPS]
     if weight.shape[1] % 8 == 0:  # pixels wide enough to be read as they are
         joined = [way for way in joined if weight.shape[0] * way.made <= 64][-1:]
     pixels = x.numel() // x.shape[1] // (conv.stride[0] * conv.stride[1])
@@ -214,14 +218,16 @@ def one_pass_ways(x: Tensor, weight: Tensor, conv: Conv) -> tuple[Way, ...]:
 
 def _small(x: Tensor, weight: Tensor, conv: Conv) -> bool:
     """Whether 32 bits count the values that are read and made."""
-    made = x.numel() // x.shape[1] * weight.shape[0] // (conv.stride[0] * conv.stride[1])
-    return 2 * max(x.numel(), made) < 2**31
+    made = x.shape[0] * weight.shape[0]
+    for size, window, stride, padding in zip(x.shape[2:], conv.window, conv.stride, conv.padding, strict=True):
+        made *= (size + 2 * padding) // stride + window
+    return max(x.numel(), made) < 2**31
 
 
 @lru_cache
 def triton_works(device: torch.device) -> bool:
     """Tried on a convolution of four values; where there is no compiler, or the GPU is too old, it does not."""
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     ones = torch.ones(1, 1, 2, 2, device=device)
     conv = Conv((1, 1), (1, 1), (0, 0), (1, 1), 2, "", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,7 @@ def _site(node: fx.Node) -> _Site:
             isinstance(other_node, fx.Node)
             and other_node is not node
             and _same_form(_value(node), other_node)
+            and _value(after).stride() == _value(node).stride()
             and other_node < node
         ):
             other, last = other_node, then if then is not None and _activation(then) else after
@@ -114,12 +116,21 @@ def _disturbed(node: fx.Node, last: fx.Node) -> bool:
         step = step.next
     own = {node, last, *node.users}
     for other in (*between, last):
-        schema = getattr(other.target, "_schema", None)
-        if other not in own and schema is not None and schema.is_mutable:
+        if other not in own and not _pure(other):
             return True
         if other in own and other.target is _aten.add_.Tensor and other.args[0] is not node:
             return True
     return False
+
+
+def _pure(node: fx.Node) -> bool:
+    """Whether it changes nothing; what is not known to is taken to change something."""
+    if node.op == "call_module":
+        return str(node.target).startswith("_arranged")
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

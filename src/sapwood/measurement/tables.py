@@ -15,10 +15,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sapwood.capture.forms import Form
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
 from sapwood.measurement.clock import alone, take_turns
-from sapwood.measurement.convolutions import FEW, FUSED, Arranged, Conv, fastest_way, one_pass_ways
+from sapwood.measurement.convolutions import (
+    FEW,
+    FUSED,
+    Arranged,
+    Conv,
+    Way,
+    fastest_way,
+    one_pass_ways,
+    triton_works,
+)
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
 from sapwood.sparse.nvrtc import cache_folder
@@ -55,6 +65,8 @@ class OperatorTimes:
 
     def __post_init__(self) -> None:
         about = {**describe(self.device), "backend": self.backend, "format": FORMAT}
+        if self.device.type == "cuda" and not triton_works(self.device):
+            about["triton"] = False
         self._about = about
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         try:
@@ -102,8 +114,16 @@ class OperatorTimes:
 
         parts = [f"{name}={plain(value)}" for name, value in call.args if value is not None]
         layout = "channels_last|" if self.channels_last else ""
-        after = f"{self.after}|" if self.after != "relu" and call.name == "aten::convolution" else ""
-        return f"{call.name}|{layout}{after}{'|'.join(parts)}"
+        return f"{call.name}|{layout}{self._with(call)}{'|'.join(parts)}"
+
+    def _with(self, call: OpCall) -> str:
+        """What is done with a convolution, or that each channel has its own kernel: both change how it is run."""
+        if self.device.type != "cuda" or not self.channels_last or call.name != "aten::convolution":
+            return ""
+        if self.after != "relu":
+            return f"{self.after}|"
+        weight: Sized = dict(call.args)["weight"]
+        return "one pass|" if weight.dims[1] == Form(1) else ""
 
     def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
         with torch.no_grad(), alone(self.device):
@@ -133,7 +153,7 @@ class OperatorTimes:
                 and args["input"].dim() == 4
                 and not args["transposed"]
             ):
-                return self._captured(_arranged(args, self.after), (args["input"],))
+                return self._fastest(args)
         if self.backend in ("onnxruntime", "openvino"):
             made = onnx_operator(call.name, args)
             if made is not None:
@@ -143,6 +163,16 @@ class OperatorTimes:
             if packed is not None:
                 return Runner("eager", packed, packed, self.device)
         return self._captured(lambda: call.op(**args), ())
+
+    def _fastest(self, args: dict[str, Any]) -> Runner:
+        """A convolution as ``deploy`` runs it: in the way that is likely to win, or after a race."""
+        conv, bias = _conv(args, self.after)
+        guess = _guess(args, conv)
+        if guess is not None:
+            with contextlib.suppress(Exception):  # not for these shapes
+                return self._captured(Arranged(guess, args["weight"], bias, conv), (args["input"],))
+        way = fastest_way(args["input"], args["weight"], conv)
+        return self._captured(Arranged(way, args["weight"], bias, conv), (args["input"],))
 
     def _captured(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Runner:
         if self.device.type == "cuda":
@@ -159,22 +189,31 @@ def _fitting(args: dict[str, Any]) -> dict[str, Any]:
 
 def usual_activation(calls: Iterable[OpCall]) -> str:
     """The one that a model has most of."""
-    names = (call.name.removeprefix("aten::").removesuffix("_") for call in calls)
-    found = Counter(ACTIVATIONS[name] for name in names if name in ACTIVATIONS)
+    found = Counter(_activation(call) for call in calls)
+    del found[""]
     return found.most_common(1)[0][0] if found else "relu"
 
 
-def _arranged(args: dict[str, Any], after: str) -> Arranged:
-    """As ``deploy`` runs it: with bias and activation in a fast way; few channels are worth a race."""
+def _activation(call: OpCall) -> str:
+    name = call.name.removeprefix("aten::").removesuffix("_")
+    bounds = [dict(call.args).get(at) for at in ("min_val", "max_val")]
+    return "" if name == "hardtanh" and bounds != [0, 6] else ACTIVATIONS.get(name, "")
+
+
+def _conv(args: dict[str, Any], after: str) -> tuple[Conv, torch.Tensor]:
+    """The convolution with a bias and an activation, and the bias."""
     weight = args["weight"]
     bias = torch.randn(len(weight), device=weight.device).to(weight.dtype)
     pairs = (tuple(int(n) for n in args[name]) for name in ("stride", "padding", "dilation"))
     stride, padding, dilation = ((p[0], p[-1]) for p in pairs)
     window = (int(weight.shape[2]), int(weight.shape[3]))
-    conv = Conv(window, stride, padding, dilation, args["groups"], after, False)
+    return Conv(window, stride, padding, dilation, args["groups"], after, False), bias
+
+
+def _guess(args: dict[str, Any], conv: Conv) -> Way | None:
+    """The way that will win, where that is clear without a race."""
+    weight = args["weight"]
     ours = one_pass_ways(args["input"], weight, conv)
-    if ours:
-        return Arranged(ours[0], weight, bias, conv)
-    obvious = weight.shape[1] >= FEW and conv.groups == 1
-    way = FUSED if obvious else fastest_way(args["input"], weight, conv)
-    return Arranged(way, weight, bias, conv)
+    if ours and (conv.own_kernels(weight) or conv.window == (1, 1) or weight.shape[1] < FEW):
+        return ours[0]
+    return FUSED if conv.after == "relu" and weight.shape[1] >= FEW and conv.groups == 1 else None
