@@ -14,7 +14,7 @@ import torch
 
 from sapwood.masking.patterns import require_numbers
 
-_CHUNK = 2**20
+_CHUNK, _CHUNK_GPU = 2**20, 2**24  # weights looked at in one go: what fits a cache, or is worth the launches
 _SAMPLE = 2**20
 
 
@@ -54,8 +54,9 @@ def zero_below(weight: torch.Tensor, source: torch.Tensor, cutoff: Cutoff, index
     """Zero a flat weight where its score is below the cut-off, and its share of those equal to it."""
     needed, equal, dtype = cutoff.needed[index], cutoff.equal[index], cutoff.dtype
     seen = 0
-    for start in range(0, weight.numel(), _CHUNK):
-        values = _ranked(source[start : start + _CHUNK], absolute, dtype)
+    step = _step(source)
+    for start in range(0, weight.numel(), step):
+        values = _ranked(source[start : start + step], absolute, dtype)
         gone = values < cutoff.value
         if needed:
             ties = (values == cutoff.value).nonzero().view(-1)
@@ -63,7 +64,11 @@ def zero_below(weight: torch.Tensor, source: torch.Tensor, cutoff: Cutoff, index
             chosen = (order + 1) * needed // equal > order * needed // equal  # every so-manieth
             gone[ties[chosen]] = True
             seen += len(ties)
-        weight[start : start + _CHUNK].masked_fill_(gone, 0)
+        weight[start : start + step].masked_fill_(gone, 0)
+
+
+def _step(source: torch.Tensor) -> int:
+    return _CHUNK_GPU if source.is_cuda else _CHUNK
 
 
 def _ranked(part: torch.Tensor, absolute: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -74,11 +79,15 @@ def _ranked(part: torch.Tensor, absolute: bool, dtype: torch.dtype) -> torch.Ten
 def _bracket(sources: Sequence[torch.Tensor], share: float, absolute: bool, dtype: torch.dtype) -> tuple[float, float]:
     """Two values that very likely enclose the cut-off."""
     total = sum(s.numel() for s in sources)
-    generator = torch.Generator().manual_seed(0)
+    device = sources[0].device
+    generators: dict[torch.device, torch.Generator] = {}
     drawn = []
     for source in sources:
-        places = torch.randint(source.numel(), (-(-_SAMPLE * source.numel() // total),), generator=generator)
-        drawn.append(_ranked(source[places.to(source.device)], absolute, dtype).cpu())
+        if source.device not in generators:
+            generators[source.device] = torch.Generator(source.device).manual_seed(0)
+        count, own = -(-_SAMPLE * source.numel() // total), generators[source.device]
+        places = torch.randint(source.numel(), (count,), generator=own, device=source.device)
+        drawn.append(_ranked(source[places], absolute, dtype).to(device))
     ordered = torch.cat(drawn).sort().values
     spread = 6 * (share * (1 - share) / len(ordered)) ** 0.5 + 10 / len(ordered)
     last = len(ordered) - 1
@@ -95,9 +104,9 @@ def _between(
     """How many lie below ``low``, and for each source those from ``low`` to ``high``."""
     below, within = 0, []
     for source in sources:
-        found = []
-        for start in range(0, source.numel(), _CHUNK):
-            values = _ranked(source[start : start + _CHUNK], absolute, dtype)
+        found, step = [], _step(source)
+        for start in range(0, source.numel(), step):
+            values = _ranked(source[start : start + step], absolute, dtype)
             require_numbers(values)
             below += int((values < low).sum())
             found.append(values[(values >= low) & (values <= high)])
