@@ -18,6 +18,7 @@ from sapwood.measurement.packing import pack_two_of_four
 from tests.helpers import outputs, same, snapshot
 from tests.test_latency import chain
 from tests.test_measure import Many, Mobile, Residual
+from tests.test_padding import Odd
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,6 +136,15 @@ def test_a_mobile_network_runs_in_one_pass_a_layer() -> None:
         assert sum(int(n) for n, kind in kinds if "one pass" in kind) >= 5, note
         other = torch.randn_like(x)
         assert error(made(other), outputs(model, other)[0]) < 2e-2
+
+
+def test_odd_widths_are_padded() -> None:
+    model = Odd().to(CUDA, torch.bfloat16).eval()
+    x = torch.randn(16, 3, 64, 64, device=CUDA).bfloat16()
+    made = deploy(model, x, "graph", seconds=0.1)
+    form = next(form for form in made.forms if form.name == "padded, graph")
+    assert form.timing is not None and any("padded to eights" in note for note in form.notes), form
+    assert error(made(x), outputs(model, x)[0]) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -19,6 +19,7 @@ from sapwood.measurement.backends import BACKENDS, Runner, available, device_of,
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.measure import own_copy, require_seconds, told
 from sapwood.measurement.packing import pack_two_of_four, pack_zeros
+from sapwood.measurement.padding import worth_while
 from sapwood.measurement.rewrite import rewrite
 from sapwood.storage.fold import fold_batch_norms
 from sapwood.surgery.check import relative_error
@@ -170,8 +171,13 @@ def _forms(
     images = any(isinstance(m, nn.Conv2d) for m in model.modules())
     if device.type == "cuda":
         arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
+        padded = once("padded", lambda: _arranged(wide(), inputs, pad=True))
+        pads = images and worth_while(model) and _can_be_made(padded)
+        for backend in backends if pads else ():
+            yield f"padded, {backend}", padded, backend
         for backend in backends:
-            yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
+            if not pads or backend == "graph" or "graph" not in backends:  # else a graph will tell which is better
+                yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
         packed = pack_two_of_four(model, inputs) if "graph" in backends else None
         if packed is not None:
             yield "2:4, graph", lambda: packed, "graph"
@@ -204,10 +210,22 @@ def _channels_last(made: tuple[nn.Module, tuple[str, ...]]) -> tuple[nn.Module, 
     return moved, (*made[1], "channels_last")
 
 
-def _arranged(made: tuple[nn.Module, tuple[str, ...]], inputs: Inputs) -> tuple[nn.Module, tuple[str, ...]]:
+def _can_be_made(build: Callable[[], Any]) -> bool:
     try:
-        model, used = rewrite(made[0], inputs)
+        build()
+    except Exception:
+        return False
+    return True
+
+
+def _arranged(
+    made: tuple[nn.Module, tuple[str, ...]], inputs: Inputs, pad: bool = False
+) -> tuple[nn.Module, tuple[str, ...]]:
+    try:
+        model, used = rewrite(made[0], inputs, pad)
     except Exception as error:
+        if pad:
+            raise
         why = " ".join(str(error).split())[:120]
         return made[0], (*made[1], f"convolutions left as they are: the export raised {type(error).__name__}: {why}")
     told = ", ".join(f"{n} {way}" for way, n in used.items())

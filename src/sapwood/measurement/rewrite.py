@@ -10,7 +10,9 @@ import torch
 from torch import fx, nn
 
 from sapwood.capture.run import Inputs
+from sapwood.errors import SapwoodError
 from sapwood.measurement.convolutions import Arranged, Conv, fastest_way
+from sapwood.measurement.padding import widen
 from sapwood.storage.export import quiet
 
 _aten: Any = torch.ops.aten
@@ -38,13 +40,20 @@ class _Site:
     conv: Conv
 
 
-def rewrite(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, int]]:
-    """The exported graph of a model in evaluation mode, and how many convolutions run in which way."""
+def rewrite(model: nn.Module, inputs: Inputs, pad: bool = False) -> tuple[nn.Module, dict[str, int]]:
+    """The exported graph of a model in evaluation mode, and how many convolutions run in which way.
+
+    ``pad``: with channels added where widths are no multiples of eight.
+    """
     with quiet(), torch.no_grad():
         made: Any = torch.export.export(model, *inputs, strict=False).module()
     nodes: fx.Graph = made.graph
-    _join_biases(made)
     used: dict[str, int] = {}
+    if pad:
+        used["padded to eights"] = widen(made)
+        if not used["padded to eights"]:
+            raise SapwoodError("no convolution could be widened")
+    _join_biases(made)
     for node in list(nodes.nodes):
         if node.op == "call_function" and node.target is _aten.conv2d.default and _plain(node):
             name = _replace(made, _site(node))

@@ -74,7 +74,7 @@ class LatencyPlanner(Planner):
         self.told("measuring the dense model", 1, 1)
         quick = QUICK.get((self.device.type, self.way))
         self.quick = Quickly(self.model, self.inputs, quick) if quick else None
-        arranged = "arranged" in self.dense.form or "channels_last" in self.dense.form
+        arranged = any(word in self.dense.form for word in ("arranged", "padded", "channels_last"))
         after = usual_activation(self.trace.calls)
         self.times = OperatorTimes(self.device, self.way, channels_last=arranged, after=after)
 

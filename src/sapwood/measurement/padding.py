@@ -1,0 +1,158 @@
+"""Channels added to the convolutions of a graph, with zero weights, up to widths that a GPU likes.
+
+A width that is no multiple of eight costs a GPU several times over: rows of 16-bit numbers then do not begin where 16
+bytes can be read at once. The channels that are added are read by nobody: the weights that meet them are zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+STEP = 8
+HALF = (torch.float16, torch.bfloat16)
+_aten: Any = torch.ops.aten
+_SAME = """relu relu_ relu6 relu6_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu leaky_relu leaky_relu_
+sigmoid sigmoid_ hardsigmoid hardsigmoid_ tanh max_pool2d avg_pool2d adaptive_avg_pool2d dropout"""
+ONE_BY_ONE = {getattr(_aten, name).default for name in _SAME.split()}
+"""What does the same to every channel, whatever the others are."""
+PAIRS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.mul_.Tensor}
+
+
+def worth_while(model: nn.Module) -> bool:
+    """Whether there are convolutions of 16-bit numbers with widths that a GPU does not like."""
+    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d) and m.weight.dtype in HALF)
+    return any(m.out_channels % STEP for m in convolutions if m.groups in (1, m.out_channels))
+
+
+def widen(made: Any) -> int:
+    """Widen the convolutions of an exported graph in place; how many were."""
+    if not all(_alone(node) for node in made.graph.nodes):
+        return 0
+    walker = _Walker(made)
+    for node in list(made.graph.nodes):
+        walker.visit(node)
+    for node in reversed(walker.gone):
+        made.graph.erase_node(node)
+    made.graph.lint()
+    made.recompile()
+    return walker.count
+
+
+def _alone(node: fx.Node) -> bool:
+    """Whether nobody else sees a value that is changed in place; a copy of a part of it would not."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return True
+    changed = node.args[0] if node.args else None
+    return isinstance(changed, fx.Node) and changed.op == "call_function" and len(changed.users) == 1
+
+
+class _Walker:
+    """``wide`` has, for nodes whose channels became more, the node that has them; those are ``gone`` in the end."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, self.graph, self.count = made, made.graph, 0
+        self.wide: dict[fx.Node, fx.Node] = {}
+        self.narrow: dict[fx.Node, fx.Node] = {}
+        self.gone: list[fx.Node] = []
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "call_function" and node.target is _aten.conv2d.default and self._convolution(node):
+            return
+        inputs = [n for n in node.all_input_nodes if n in self.wide]
+        if not inputs:
+            return
+        if node.op == "call_function" and self._passes(node):
+            with self.graph.inserting_before(node):
+                self.wide[node] = self.graph.node_copy(node, lambda n: self.wide.get(n, n))
+            self.wide[node].meta = {**node.meta, "val": _widened(node.meta["val"])}
+            self.gone.append(node)
+            return
+        for other in inputs:
+            node.replace_input_with(other, self._cut_back(other, node))
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Whether it can be done on the wide ones just as well."""
+        tensors, value = node.all_input_nodes, node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not all(n in self.wide for n in tensors):
+            return False
+        if node.target is _aten.mean.dim:
+            given: list[Any] = [*node.args[1:], *[None] * 2]
+            dims, kept = given[:2]
+            return sorted(d % 4 for d in dims or ()) == [2, 3] and bool(kept)
+        pair = node.target in PAIRS and len(tensors) == len(set(node.args[:2]))
+        return node.target in ONE_BY_ONE or (pair and len({n.meta["val"].shape[1] for n in tensors}) == 1)
+
+    def _convolution(self, node: fx.Node) -> bool:
+        """A convolution of one group, or of a kernel for each channel, whose weights are constants."""
+        given: list[Any] = [*node.args, *[None] * (7 - len(node.args))]
+        x, weight, bias, *places, groups = given
+        constants = [n for n in (weight, bias) if n is not None]
+        if node.kwargs or any(n.op != "get_attr" for n in constants) or not isinstance(x, fx.Node):
+            return False
+        held = self._tensor(weight)
+        groups, made, taken = groups or 1, len(held), held.shape[1]
+        own = groups == made == x.meta["val"].shape[1] and taken == 1
+        if (groups > 1 and not own) or (own and made % STEP and x not in self.wide):
+            return False
+        if made % STEP == 0 and x not in self.wide:
+            return False
+        more = -made % STEP
+        wide_in = 0 if own or x not in self.wide else -taken % STEP
+        values = F.pad(held, (0, 0, 0, 0, 0, wide_in, 0, more)).contiguous(memory_format=torch.channels_last)
+        with self.graph.inserting_before(node):
+            arguments: list[Any] = [self.wide.get(x, x), self._constant(values)]
+            arguments.append(None if bias is None else self._constant(F.pad(self._tensor(bias), (0, more))))
+            arguments += [*places, groups + more if own else groups]
+            done = self.graph.call_function(_aten.conv2d.default, tuple(_defaults(arguments)))
+        done.meta = {**node.meta, "val": _widened(node.meta["val"])}
+        self.count += 1
+        if more:
+            self.wide[node] = done
+        else:
+            node.replace_all_uses_with(done)
+        self.gone.append(node)
+        return True
+
+    def _cut_back(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The channels that were there before, by themselves."""
+        if node not in self.narrow:
+            value = node.meta["val"]
+            last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+            form = torch.channels_last if last else torch.contiguous_format
+            with self.graph.inserting_before(before):
+                part = self.graph.call_function(_aten.slice.Tensor, (self.wide[node], 1, 0, value.shape[1]))
+                self.narrow[node] = self.graph.call_function(_aten.clone.default, (part,), {"memory_format": form})
+            part.meta = self.narrow[node].meta = dict(node.meta)
+        return self.narrow[node]
+
+    def _tensor(self, node: fx.Node) -> torch.Tensor:
+        found: Any = self.made
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        return found.detach()  # type: ignore[no-any-return]
+
+    def _constant(self, value: torch.Tensor) -> fx.Node:
+        name = next(n for i in range(10**6) if not hasattr(self.made, n := f"_padded_{i}"))
+        self.made.register_buffer(name, value)
+        node: fx.Node = self.graph.get_attr(name)
+        node.meta["val"] = value
+        return node
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """A value without data of the shape that the wide node has."""
+    n, channels, *rest = value.shape
+    last = value.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    return torch.empty((n, channels + -channels % STEP, *rest), dtype=value.dtype, device="meta").to(memory_format=form)
+
+
+def _defaults(arguments: list[Any]) -> list[Any]:
+    for at, value in ((3, [1, 1]), (4, [0, 0]), (5, [1, 1])):
+        arguments[at] = arguments[at] or value
+    return arguments

@@ -1,0 +1,121 @@
+"""Channels added with zero weights: the same function, on widths that a GPU likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sapwood as sw
+from sapwood.measurement import convolutions, rewrite
+from sapwood.measurement.padding import widen, worth_while
+from sapwood.storage.export import quiet
+from sapwood.storage.fold import fold_batch_norms
+
+_aten: Any = torch.ops.aten
+
+
+def exported(model: nn.Module, *inputs: torch.Tensor) -> Any:
+    with quiet(), torch.no_grad():
+        return torch.export.export(model.eval(), inputs, strict=False).module()
+
+
+def widths(made: Any) -> list[int]:
+    return [len(n.args[1].meta["val"]) for n in made.graph.nodes if n.target is _aten.conv2d.default]
+
+
+def copies(made: Any) -> int:
+    return sum(n.target is _aten.clone.default for n in made.graph.nodes)
+
+
+class Odd(nn.Module):
+    """A sum, a gate, depthwise and grouped kernels, a concatenation, values that are not zero where weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Conv2d(3, 13, 3, 2, 1), nn.Conv2d(13, 13, 3, 1, 1), nn.Conv2d(13, 13, 1)
+        self.own, self.down, self.up = nn.Conv2d(13, 13, 3, 1, 1, groups=13), nn.Conv2d(13, 5, 1), nn.Conv2d(5, 13, 1)
+        self.parts, self.even = nn.Conv2d(26, 26, 1, groups=2), nn.Conv2d(26, 16, 1, bias=False)
+        self.last, self.head = nn.Conv2d(16, 11, 1), nn.Linear(11, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(nn.functional.relu(self.stem(x), inplace=True), 2)
+        y = self.left(x)
+        y += self.right(x)
+        gate = torch.sigmoid(self.up(torch.relu(self.down(y.mean((2, 3), keepdim=True)))))
+        y = torch.sigmoid(self.own(y)) * gate
+        z = self.even(self.parts(torch.cat([x, y], 1)))
+        z = nn.functional.adaptive_avg_pool2d(self.last(torch.relu(z)), 1).flatten(1)
+        return self.head(z)
+
+
+def test_a_wide_graph_is_the_same_function() -> None:
+    model, x = Odd().double().eval(), torch.randn(2, 3, 32, 32).double()
+    made = exported(model, x)
+    assert widen(made) == 7  # all but the grouped one and the one that is even and reads what is narrow
+    assert sorted(w % 8 for w in widths(made)) == [0] * 8 + [2]
+    assert copies(made) == 3  # two for the concatenation, one for the head
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "efficientnet_b0", "mobilenet_v3_small", "densenet121"])
+def test_models_cut_without_rounding(name: str) -> None:
+    torchvision = pytest.importorskip("tests.zoo.torchvision_models").import_torchvision()
+    torch.manual_seed(0)
+    model, x = getattr(torchvision.models, name)().eval().double(), torch.randn(2, 3, 64, 64).double()
+    cut = sw.prune(model, x, sw.Budget(channels=0.7), allocate="uniform").model.eval()
+    folded, _ = fold_batch_norms(cut, ((x,), {}))
+    made = exported(folded, x)
+    assert any(w % 8 for w in widths(made)) and widen(made) > 0
+    assert not any(w % 8 for w in widths(made))
+    assert copies(made) <= 1 or name == "densenet121"  # its concatenations copy anyway
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), folded(x))
+
+
+class Seen(nn.Module):
+    """What is changed in place is seen by somebody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 1), nn.Conv2d(5, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.first(x)
+        part = y[:, :2]
+        return self.second(y.relu_()), part
+
+
+def test_what_others_see_is_left_alone() -> None:
+    model, x = Seen().eval(), torch.randn(2, 3, 8, 8) - 1
+    made = exported(model, x)
+    assert widen(made) == 0 and widths(made) == [5, 5]
+    torch.testing.assert_close(made(x), model(x))
+
+
+def test_ways_are_chosen_for_the_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def choose(x: Any, weight: Any, conv: Any) -> Any:
+        seen.append((x.shape[1], len(weight), conv.after, conv.adds))
+        return convolutions.Way("ours", convolutions.separate)
+
+    monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(rewrite, "fastest_way", choose)
+    model, x = Odd().eval(), torch.randn(2, 3, 32, 32)
+    made, used = rewrite.rewrite(model, ((x,), {}), pad=True)
+    assert used == {"padded to eights": 7, "ours": 9}
+    assert seen[0] == (3, 16, "relu", False) and (16, 8, "relu", False) in seen and (8, 16, "", False) in seen
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_only_odd_widths_of_16_bits_are_worth_it() -> None:
+    assert worth_while(Odd().bfloat16()) and not worth_while(Odd())
+    assert not worth_while(nn.Sequential(nn.Conv2d(3, 16, 3)).half())
+    assert not worth_while(nn.Sequential(nn.Linear(3, 5)).half())
+    with pytest.raises(sw.SapwoodError, match="widened"):
+        rewrite.rewrite(nn.Conv2d(3, 16, 3).eval(), ((torch.randn(1, 3, 8, 8),), {}), pad=True)
