@@ -96,6 +96,13 @@ def test_what_others_see_is_left_alone() -> None:
     torch.testing.assert_close(made(x), model(x))
 
 
+def test_an_image_without_a_batch_is_left_alone() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU(), nn.Conv2d(5, 8, 1)), torch.randn(3, 8, 8)
+    made = exported(model, x)
+    assert widen(made) == 0
+    torch.testing.assert_close(made(x), model(x))
+
+
 def test_ways_are_chosen_for_the_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -92,7 +92,7 @@ class _Walker:
         given: list[Any] = [*node.args, *[None] * (7 - len(node.args))]
         x, weight, bias, *places, groups = given
         constants = [n for n in (weight, bias) if n is not None]
-        if node.kwargs or any(n.op != "get_attr" for n in constants) or not isinstance(x, fx.Node):
+        if node.kwargs or any(n.op != "get_attr" for n in constants) or x.meta["val"].dim() != 4:
             return False
         held = self._tensor(weight)
         groups, made, taken = groups or 1, len(held), held.shape[1]
