@@ -86,18 +86,19 @@ def test_all_ways_of_a_convolution_agree(kernel: int, stride: int, padding: int,
         assert found.is_contiguous(memory_format=last) and error(found, exact) < 1e-2, way.name
 
 
-@pytest.mark.parametrize("after", ["", "relu", "relu6", "silu", "hardswish"])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "channels", "made", "own", "adds"),
+    ("kernel", "stride", "padding", "channels", "made", "own", "adds", "after"),
     [
-        (3, 2, 1, 3, 32, False, False),
-        (1, 1, 0, 24, 144, False, True),
-        (1, 1, 0, 13, 37, False, True),
-        (1, 1, 0, 300, 20, False, False),
-        (3, 1, 1, 40, 24, False, True),
-        (3, 1, 1, 96, 96, True, False),
-        (3, 2, 1, 13, 13, True, False),
-        (7, 1, 3, 33, 33, True, True),
+        (3, 2, 1, 3, 32, False, False, "relu6"),
+        (1, 1, 0, 24, 144, False, True, "relu6"),
+        (1, 1, 0, 13, 37, False, True, "hardswish"),
+        (1, 1, 0, 300, 20, False, False, ""),
+        (3, 1, 1, 40, 24, False, True, "silu"),
+        (3, 1, 1, 40, 24, False, False, "relu"),
+        (3, 1, 1, 96, 96, True, False, "relu6"),
+        (3, 2, 1, 13, 13, True, False, "hardswish"),
+        (7, 1, 3, 33, 33, True, True, ""),
+        (5, 1, 2, 64, 64, True, False, "silu"),
     ],
 )
 def test_one_pass_does_what_cudnn_does_in_many(

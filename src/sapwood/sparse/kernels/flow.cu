@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
     const int stream = 4 * warp + Own::stream_of(lane), from = here.begin(stream), to = here.begin(stream + 1);
     for (int left = (here.total + STREAMS - 1) / STREAMS; left > 0; left--) {
         load(sets[DEPTH]);
+        if (TENSOR) __syncwarp();
         sums.add(sets[0].chunk, shared, base, 0, 1, 0);
         const int r = TENSOR ? __shfl_sync(ALL, sets[0].mark, 8 * Own::stream_of(lane)) : sets[0].mark;
         if (__any_sync(ALL, r >= 0)) {
