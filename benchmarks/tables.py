@@ -111,7 +111,8 @@ def forms(shape: dict[str, Any]) -> Iterator[str]:
     yield line(["dense, us", *(f"{1000 * dense[b]:.3g}" for b in batches)])
     for form, sparsity in dict.fromkeys((form, sparsity) for form, sparsity, _ in found):
         speeds = [found.get((form, sparsity, b)) for b in batches]
-        yield line([f"{form}, {sparsity:.0%}", *("" if s is None else f"{s:.2f}" if s >= 0.1 else f"{s:.1g}" for s in speeds)])
+        cells = ["" if s is None else f"{s:.2f}" if s >= 0.1 else f"{s:.1g}" for s in speeds]
+        yield line([f"{form}, {sparsity:.0%}", *cells])
 
 
 def main() -> None:
