@@ -94,7 +94,7 @@ def test_a_large_model_is_ranked_by_sampling_and_still_exactly(monkeypatch: pyte
     monkeypatch.setattr(select, "_SAMPLE", 500)
     monkeypatch.setattr(select, "_CHUNK", 3000)
     torch.manual_seed(1)
-    tensors = [torch.randn(n) * scale for n, scale in ((50_000, 1.0), (7, 9.0), (20_001, 0.01))]
+    tensors = [torch.randn(n) * scale for n, scale in ((50_000, 1.0), (0, 1.0), (7, 9.0), (20_001, 0.01))]
     for share in (0.001, 0.28, 0.5, 0.9, 0.9999):
         count = round(share * sum(t.numel() for t in tensors))
         cutoff = select.smallest(tensors, count, absolute=True)

@@ -76,24 +76,87 @@ def test_models_cut_without_rounding(name: str) -> None:
         torch.testing.assert_close(made(x), folded(x))
 
 
-class Seen(nn.Module):
-    """What is changed in place is seen by somebody else."""
+class Changed(nn.Module):
+    """What a convolution makes is changed in place, somehow."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: Any) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 5, 1), nn.Conv2d(5, 5, 1)
+        self.first, self.second, self.how = nn.Conv2d(3, 5, 3, 1, 1), nn.Conv2d(5, 5, 1), how
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.first(x)
-        part = y[:, :2]
-        return self.second(y.relu_()), part
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.how(self, x, self.first(x))
 
 
-def test_what_others_see_is_left_alone() -> None:
-    model, x = Seen().eval(), torch.randn(2, 3, 8, 8) - 1
+def part_seen(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    part = y[:, :2]
+    return own.second(y.relu_()), part
+
+
+def part_changed(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    y[:, :2].clamp_(-0.1, 0.1)
+    return own.second(y)
+
+
+def part_set(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    y[:, 0] = 0
+    return own.second(y)
+
+
+def view_changed(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    y.flatten(1).mul_(2)
+    return own.second(y)
+
+
+def other_name_changed(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    nn.functional.relu(y.detach(), inplace=True)
+    return own.second(y)
+
+
+def view_kept(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    view = y.permute(0, 2, 3, 1)
+    z = nn.functional.dropout(y, 0.5, False)
+    z += own.first(x)
+    return view, own.second(z)
+
+
+def autocast_changed(own: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    z = own.second(y)
+    with torch.autocast("cpu", enabled=False):
+        y.mul_(3)
+    return z + y
+
+
+@pytest.mark.parametrize(
+    "how", [part_seen, part_changed, part_set, view_changed, other_name_changed, view_kept, autocast_changed]
+)
+def test_what_others_see_is_left_alone(how: Any) -> None:
+    model, x = Changed(how).eval(), torch.randn(2, 3, 8, 8)
     made = exported(model, x)
-    assert widen(made) == 0 and widths(made) == [5, 5]
-    torch.testing.assert_close(made(x), model(x))
+    assert widen(made) == 0 and widths(made)[:2] == [5, 5]
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x))
+
+
+def test_a_change_that_nobody_else_sees_is_passed_on() -> None:
+    model, x = (
+        Changed(lambda own, x, y: own.second(y.relu_().add_(own.first(x))).relu_()).eval(),
+        torch.randn(2, 3, 8, 8),
+    )
+    made = exported(model, x)
+    assert widen(made) == 3 and copies(made) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x))
+
+
+def test_no_weight_is_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(rewrite, "fastest_way", lambda *_: convolutions.Way("ours", convolutions.separate))
+    model, x = nn.Sequential(nn.Conv2d(3, 61, 3), nn.ReLU(), nn.Conv2d(61, 61, 3)).eval(), torch.randn(1, 3, 16, 16)
+    made, _ = rewrite.rewrite(model, ((x,), {}), pad=True)
+    held = sum(t.numel() for t in (*made.parameters(), *made.buffers()))
+    assert held == 64 * 3 * 9 + 64 + 64 * 64 * 9 + 64
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_an_image_without_a_batch_is_left_alone() -> None:
@@ -120,9 +183,9 @@ def test_ways_are_chosen_for_the_wide_ones(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_only_odd_widths_of_16_bits_are_worth_it() -> None:
-    assert worth_while(Odd().bfloat16()) and not worth_while(Odd())
-    assert not worth_while(nn.Sequential(nn.Conv2d(3, 16, 3)).half())
-    assert not worth_while(nn.Sequential(nn.Linear(3, 5)).half())
+def test_only_odd_widths_in_bfloat16_are_worth_it() -> None:
+    assert worth_while(Odd().bfloat16()) and not worth_while(Odd()) and not worth_while(Odd().half())
+    assert not worth_while(nn.Sequential(nn.Conv2d(3, 16, 3)).bfloat16())
+    assert not worth_while(nn.Sequential(nn.Linear(3, 5)).bfloat16())
     with pytest.raises(sw.SapwoodError, match="widened"):
         rewrite.rewrite(nn.Conv2d(3, 16, 3).eval(), ((torch.randn(1, 3, 8, 8),), {}), pad=True)

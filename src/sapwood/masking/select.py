@@ -82,7 +82,7 @@ def _bracket(sources: Sequence[torch.Tensor], share: float, absolute: bool, dtyp
     device = sources[0].device
     generators: dict[torch.device, torch.Generator] = {}
     drawn = []
-    for source in sources:
+    for source in (s for s in sources if s.numel()):
         if source.device not in generators:
             generators[source.device] = torch.Generator(source.device).manual_seed(0)
         count, own = -(-_SAMPLE * source.numel() // total), generators[source.device]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
     for name, build, way in _forms(plain, call, device, open_to):
         if name.startswith("plain, ") and way != "graph" and any(n.endswith(f", {way}") for n in runners):
             continue  # only where no better form of this backend runs; a graph costs next to nothing to try
+        if way == "compile" and _loses(name, runners, device):
+            continue
         found = _try(build, way, call, judge)
         if isinstance(found, str):
             forms[name] = Form(name, None, float("inf"), 0.0, reason=found)
@@ -148,6 +150,17 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
     return Deployed(plain, call, runners[best.name], best, tuple(done))
 
 
+def _loses(name: str, runners: Mapping[str, Runner], device: torch.device) -> bool:
+    """Whether a graph has shown that it is better with padding, or without: then only that is compiled."""
+    rivals = {family: runners.get(f"{family}, graph") for family in ("padded", "arranged")}
+    family = name.split(", ")[0]
+    if family not in rivals or None in rivals.values():
+        return False
+    with torch.no_grad():
+        times = take_turns({n: r.call for n, r in rivals.items() if r}, 0.1, device=device, lead=1)
+    return min(times, key=lambda n: times[n].median_ms) != family
+
+
 def _timed(form: Form, timing: Timing | None) -> Form:
     return Form(form.name, timing, form.error, form.prepare_seconds, form.notes, form.reason)
 
@@ -157,11 +170,18 @@ def _forms(
 ) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, tuple[str, ...]]], str]]:
     """Names, how to make the model of each, and what runs it."""
     made: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+    failed: dict[str, Exception] = {}
 
     def once(name: str, make: Callable[[], tuple[nn.Module, tuple[str, ...]]]) -> Any:
         def build() -> tuple[nn.Module, tuple[str, ...]]:
+            if name in failed:
+                raise failed[name]
             if name not in made:
-                made[name] = make()
+                try:
+                    made[name] = make()
+                except Exception as error:
+                    failed[name] = error
+                    raise
             return made[name]
 
         return build
@@ -172,12 +192,11 @@ def _forms(
     if device.type == "cuda":
         arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
         padded = once("padded", lambda: _arranged(wide(), inputs, pad=True))
-        pads = images and worth_while(model) and _can_be_made(padded)
-        for backend in backends if pads else ():
-            yield f"padded, {backend}", padded, backend
+        pads = images and worth_while(model)
         for backend in backends:
-            if not pads or backend == "graph" or "graph" not in backends:  # else a graph will tell which is better
-                yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
+            if pads:
+                yield f"padded, {backend}", padded, backend
+            yield f"arranged, {backend}" if images else f"folded, {backend}", arranged, backend
         packed = pack_two_of_four(model, inputs) if "graph" in backends else None
         if packed is not None:
             yield "2:4, graph", lambda: packed, "graph"
@@ -208,14 +227,6 @@ def _channels_last(made: tuple[nn.Module, tuple[str, ...]]) -> tuple[nn.Module, 
     model = rebuild(made[0], lambda _, tensor: tensor.detach().clone()).eval()
     moved: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return moved, (*made[1], "channels_last")
-
-
-def _can_be_made(build: Callable[[], Any]) -> bool:
-    try:
-        build()
-    except Exception:
-        return False
-    return True
 
 
 def _arranged(

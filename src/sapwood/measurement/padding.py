@@ -1,36 +1,41 @@
 """Channels added to the convolutions of a graph, with zero weights, up to widths that a GPU likes.
 
 A width that is no multiple of eight costs a GPU several times over: rows of 16-bit numbers then do not begin where 16
-bytes can be read at once. The channels that are added are read by nobody: the weights that meet them are zero.
+bytes can be read at once. The channels that are added are read by nobody: the weights that meet them are zero. That
+holds as long as they are finite, so float16, which overflows, is left alone.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 STEP = 8
-HALF = (torch.float16, torch.bfloat16)
 _aten: Any = torch.ops.aten
 _SAME = """relu relu_ relu6 relu6_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu leaky_relu leaky_relu_
 sigmoid sigmoid_ hardsigmoid hardsigmoid_ tanh max_pool2d avg_pool2d adaptive_avg_pool2d dropout"""
 ONE_BY_ONE = {getattr(_aten, name).default for name in _SAME.split()}
 """What does the same to every channel, whatever the others are."""
+PASS_ON = {_aten.dropout, _aten.contiguous, _aten.to, _aten.reshape, _aten.flatten, _aten.type_as}
+"""What may hand on what it was given, though an exported graph has it as something new."""
 PAIRS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.mul_.Tensor}
 
 
 def worth_while(model: nn.Module) -> bool:
-    """Whether there are convolutions of 16-bit numbers with widths that a GPU does not like."""
-    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d) and m.weight.dtype in HALF)
+    """Whether there are convolutions in bfloat16 with widths that a GPU does not like."""
+    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d) and m.weight.dtype == torch.bfloat16)
     return any(m.out_channels % STEP for m in convolutions if m.groups in (1, m.out_channels))
 
 
 def widen(made: Any) -> int:
     """Widen the convolutions of an exported graph in place; how many were."""
-    if not all(_alone(node) for node in made.graph.nodes):
+    if _changes_are_seen(made.graph):
         return 0
     walker = _Walker(made)
     for node in list(made.graph.nodes):
@@ -42,13 +47,47 @@ def widen(made: Any) -> int:
     return walker.count
 
 
-def _alone(node: fx.Node) -> bool:
-    """Whether nobody else sees a value that is changed in place; a copy of a part of it would not."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return True
-    changed = node.args[0] if node.args else None
-    return isinstance(changed, fx.Node) and changed.op == "call_function" and len(changed.users) == 1
+def _changes_are_seen(graph: fx.Graph) -> bool:
+    """Whether anybody else may see a value that is changed in place: then a copy of a part of it would not do.
+
+    Up to its last change, memory must be passed on from one node to the next, each the only one to know the last.
+    """
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    memories: dict[fx.Node, set[int]] = {}
+    owners: dict[int, list[fx.Node]] = {}
+    last: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        memories[node] = {int(t.untyped_storage()._cdata) for t in _tensors(node)}
+        if getattr(node.target, "overloadpacket", None) in PASS_ON:
+            memories[node] |= {memory for given in node.all_input_nodes for memory in memories[given]}
+        for memory in memories[node]:
+            owners.setdefault(memory, []).append(node)
+        for changed in _changed(node):
+            last |= dict.fromkeys(memories[changed], node)
+    return any(
+        len(owner.users) > 1
+        for memory, change in last.items()
+        for owner in owners[memory]
+        if order[owner] < order[change]
+    )
+
+
+def _changed(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes whose values a node changes; all that an unknown one is given."""
+    if node.op == "call_module":
+        yield from node.all_input_nodes if str(node.target) != "_guards_fn" else ()
+    elif node.op == "call_function" and node.target is not operator.getitem:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            yield from node.all_input_nodes
+        elif schema.is_mutable:
+            given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+            written = [given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+            yield from (n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
 
 
 class _Walker:
@@ -103,7 +142,10 @@ class _Walker:
             return False
         more = -made % STEP
         wide_in = 0 if own or x not in self.wide else -taken % STEP
-        values = F.pad(held, (0, 0, 0, 0, 0, wide_in, 0, more)).contiguous(memory_format=torch.channels_last)
+        values = F.pad(held, (0, 0, 0, 0, 0, wide_in, 0, more))
+        values = values.contiguous(
+            memory_format=torch.contiguous_format if held.is_contiguous() else torch.channels_last
+        )
         with self.graph.inserting_before(node):
             arguments: list[Any] = [self.wide.get(x, x), self._constant(values)]
             arguments.append(None if bias is None else self._constant(F.pad(self._tensor(bias), (0, more))))

@@ -58,9 +58,22 @@ def rewrite(model: nn.Module, inputs: Inputs, pad: bool = False) -> tuple[nn.Mod
         if node.op == "call_function" and node.target is _aten.conv2d.default and _plain(node):
             name = _replace(made, _site(node))
             used[name] = used.get(name, 0) + 1
+    _drop_unused(made)
     nodes.lint()
     made.recompile()
     return made, used
+
+
+def _drop_unused(made: Any) -> None:
+    """Weights that were replaced by others are not kept."""
+    for node in [n for n in made.graph.nodes if n.op == "get_attr" and not n.users]:
+        made.graph.erase_node(node)
+    used = {str(n.target) for n in made.graph.nodes if n.op == "get_attr"}
+    whole = tuple(f"{n.target}." for n in made.graph.nodes if n.op == "call_module")
+    for name in [name for name, _ in (*made.named_parameters(), *made.named_buffers())]:
+        if name not in used and not name.startswith(whole):
+            path, _, own = name.rpartition(".")
+            delattr(made.get_submodule(path), own)
 
 
 def _plain(node: fx.Node) -> bool:

@@ -86,6 +86,7 @@ template <int WARPS> struct Cursor {
 
 // The sums of four streams. A lane has totals of one of them, of one or two rows of x.
 template <int KIND, int BATCH, bool TENSOR> struct Quarters : Sums<KIND, BATCH, false> {
+    static_assert(BATCH <= 8, "a quarter of a warp has eight lanes");
     static constexpr int TOTALS = 1, LANES = 8 / BATCH;
     using Sums<KIND, BATCH, false>::Sums;
 
