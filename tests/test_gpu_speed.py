@@ -16,8 +16,9 @@ from sapwood.measurement.convolutions import Arranged, Conv, one_pass_ways, sepa
 from sapwood.measurement.deployment import deploy
 from sapwood.measurement.packing import pack_two_of_four
 from tests.helpers import outputs, same, snapshot
+from tests.test_convolutions import Mobile, Residual
 from tests.test_latency import chain
-from tests.test_measure import Many, Mobile, Residual
+from tests.test_measure import Many
 from tests.test_padding import Odd
 
 pytestmark = [

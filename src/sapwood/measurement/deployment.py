@@ -17,6 +17,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.attention import without_copies
 from sapwood.measurement.backends import BACKENDS, Runner, available, device_of, prepare
 from sapwood.measurement.clock import Timing, take_turns
+from sapwood.measurement.convolutions import HALF
 from sapwood.measurement.measure import own_copy, require_seconds, told
 from sapwood.measurement.packing import pack_two_of_four, pack_zeros
 from sapwood.measurement.padding import worth_while
@@ -25,7 +26,6 @@ from sapwood.storage.fold import fold_batch_norms
 from sapwood.surgery.check import relative_error
 
 SPARSE = ("eager", "graph", "compile")  # what runs the packed layers
-HALF = (torch.float16, torch.bfloat16)
 SAME = {"cpu": 1e-4, "cuda": 5e-3}  # float32 may run as TF32 on a GPU
 
 

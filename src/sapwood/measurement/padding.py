@@ -7,14 +7,14 @@ holds as long as they are finite, so float16, which overflows, is left alone.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+
+from sapwood.measurement.graphs import changed, constant, conv_arguments, held
 
 STEP = 8
 _aten: Any = torch.ops.aten
@@ -62,28 +62,14 @@ def _changes_are_seen(graph: fx.Graph) -> bool:
             memories[node] |= {memory for given in node.all_input_nodes for memory in memories[given]}
         for memory in memories[node]:
             owners.setdefault(memory, []).append(node)
-        for changed in _changed(node):
-            last |= dict.fromkeys(memories[changed], node)
+        for other in changed(node):
+            last |= dict.fromkeys(memories[other], node)
     return any(
         len(owner.users) > 1
         for memory, change in last.items()
         for owner in owners[memory]
         if order[owner] < order[change]
     )
-
-
-def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes whose values a node changes; all that an unknown one is given."""
-    if node.op == "call_module":
-        yield from node.all_input_nodes if str(node.target) != "_guards_fn" else ()
-    elif node.op == "call_function" and node.target is not operator.getitem:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            yield from node.all_input_nodes
-        elif schema.is_mutable:
-            given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-            written = [given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-            yield from (n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -128,13 +114,12 @@ class _Walker:
 
     def _convolution(self, node: fx.Node) -> bool:
         """A convolution of one group, or of a kernel for each channel, whose weights are constants."""
-        given: list[Any] = [*node.args, *[None] * (7 - len(node.args))]
-        x, weight, bias, *places, groups = given
+        x, weight, bias, *places, groups = conv_arguments(node)
         constants = [n for n in (weight, bias) if n is not None]
         if node.kwargs or any(n.op != "get_attr" for n in constants) or x.meta["val"].dim() != 4:
             return False
-        held = self._tensor(weight)
-        groups, made, taken = groups or 1, len(held), held.shape[1]
+        kernel = held(self.made, weight)
+        made, taken = kernel.shape[:2]
         own = groups == made == x.meta["val"].shape[1] and taken == 1
         if (groups > 1 and not own) or (own and made % STEP and x not in self.wide):
             return False
@@ -142,15 +127,20 @@ class _Walker:
             return False
         more = -made % STEP
         wide_in = 0 if own or x not in self.wide else -taken % STEP
-        values = F.pad(held, (0, 0, 0, 0, 0, wide_in, 0, more))
+        values = F.pad(kernel, (0, 0, 0, 0, 0, wide_in, 0, more))
         values = values.contiguous(
-            memory_format=torch.contiguous_format if held.is_contiguous() else torch.channels_last
+            memory_format=torch.contiguous_format if kernel.is_contiguous() else torch.channels_last
+        )
+        wider: Any = None if bias is None else F.pad(held(self.made, bias), (0, more))
+        arguments = (
+            self.wide.get(x, x),
+            constant(self.made, values, node),
+            None if bias is None else constant(self.made, wider, node),
+            *places,
+            groups + more if own else groups,
         )
         with self.graph.inserting_before(node):
-            arguments: list[Any] = [self.wide.get(x, x), self._constant(values)]
-            arguments.append(None if bias is None else self._constant(F.pad(self._tensor(bias), (0, more))))
-            arguments += [*places, groups + more if own else groups]
-            done = self.graph.call_function(_aten.conv2d.default, tuple(_defaults(arguments)))
+            done = self.graph.call_function(_aten.conv2d.default, arguments)
         done.meta = {**node.meta, "val": _widened(node.meta["val"])}
         self.count += 1
         if more:
@@ -172,19 +162,6 @@ class _Walker:
             part.meta = self.narrow[node].meta = dict(node.meta)
         return self.narrow[node]
 
-    def _tensor(self, node: fx.Node) -> torch.Tensor:
-        found: Any = self.made
-        for part in str(node.target).split("."):
-            found = getattr(found, part)
-        return found.detach()  # type: ignore[no-any-return]
-
-    def _constant(self, value: torch.Tensor) -> fx.Node:
-        name = next(n for i in range(10**6) if not hasattr(self.made, n := f"_padded_{i}"))
-        self.made.register_buffer(name, value)
-        node: fx.Node = self.graph.get_attr(name)
-        node.meta["val"] = value
-        return node
-
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
     """A value without data of the shape that the wide node has."""
@@ -192,9 +169,3 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
     last = value.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if last else torch.contiguous_format
     return torch.empty((n, channels + -channels % STEP, *rest), dtype=value.dtype, device="meta").to(memory_format=form)
-
-
-def _defaults(arguments: list[Any]) -> list[Any]:
-    for at, value in ((3, [1, 1]), (4, [0, 0]), (5, [1, 1])):
-        arguments[at] = arguments[at] or value
-    return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +10,13 @@ from torch import fx, nn
 
 from sapwood.capture.run import Inputs
 from sapwood.errors import SapwoodError
-from sapwood.measurement.convolutions import Arranged, Conv, fastest_way
+from sapwood.measurement.convolutions import AFTER, Arranged, Conv, fastest_way
+from sapwood.measurement.graphs import ARRANGED, changed, constant, conv_arguments, free_name, held
 from sapwood.measurement.padding import widen
 from sapwood.storage.export import quiet
 
 _aten: Any = torch.ops.aten
-_ACTIVATIONS = {
-    _aten.relu.default: "relu",
-    _aten.relu_.default: "relu",
-    _aten.relu6.default: "relu6",
-    _aten.relu6_.default: "relu6",
-    _aten.silu.default: "silu",
-    _aten.silu_.default: "silu",
-    _aten.hardswish.default: "hardswish",
-    _aten.hardswish_.default: "hardswish",
-}
+_ACTIVATIONS = {getattr(_aten, name + end).default: name for name in AFTER if name for end in ("", "_")}
 _BOUNDED = (_aten.hardtanh.default, _aten.hardtanh_.default)
 _ADD = (_aten.add.Tensor, _aten.add_.Tensor)
 
@@ -78,9 +69,9 @@ def _drop_unused(made: Any) -> None:
 
 def _plain(node: fx.Node) -> bool:
     """A convolution of images on a GPU whose weight and bias are constants."""
-    x, weight, bias, *_ = _arguments(node)
-    constant = weight.op == "get_attr" and (bias is None or bias.op == "get_attr")
-    return constant and _on_gpu(weight) and _value(x).dim() == 4 and _value(x).dtype == _value(weight).dtype
+    x, weight, bias, *_ = conv_arguments(node)
+    known = weight.op == "get_attr" and (bias is None or bias.op == "get_attr")
+    return known and _on_gpu(weight) and _value(x).dim() == 4 and _value(x).dtype == _value(weight).dtype
 
 
 def _on_gpu(weight: fx.Node) -> bool:
@@ -94,7 +85,7 @@ def _value(node: Any) -> torch.Tensor:
 
 def _site(node: fx.Node) -> _Site:
     """Look ahead: an activation, or a sum with something that is there already, and perhaps an activation."""
-    _, weight, bias, stride, padding, dilation, groups = _arguments(node)
+    _, weight, bias, stride, padding, dilation, groups = conv_arguments(node)
     last, other = node, None
     after = _only_user(node)
     if after is not None and after.target in _ADD and len(after.args) == 2 and not after.kwargs:
@@ -138,27 +129,11 @@ def _disturbed(node: fx.Node, last: fx.Node) -> bool:
         step = step.next
     own = {node, last, *node.users}
     for other in (*between, last):
-        if other not in own and not _pure(other):
+        if other not in own and any(True for _ in changed(other)):
             return True
         if other in own and other.target is _aten.add_.Tensor and other.args[0] is not node:
             return True
     return False
-
-
-def _pure(node: fx.Node) -> bool:
-    """Whether it changes nothing; what is not known to is taken to change something."""
-    if node.op == "call_module":
-        return str(node.target).startswith("_arranged")
-    if node.op != "call_function" or node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    given = (*node.args, *[None] * (7 - len(node.args)))
-    x, weight, bias, stride, padding, dilation, groups = given
-    return x, weight, bias, stride or [1, 1], padding or [0, 0], dilation or [1, 1], groups or 1
 
 
 def _pair(values: Any) -> tuple[int, int]:
@@ -171,8 +146,8 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _same_form(value: torch.Tensor, other: fx.Node) -> bool:
-    held = other.meta.get("val")
-    return isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype
+    there = other.meta.get("val")
+    return isinstance(there, torch.Tensor) and there.shape == value.shape and there.dtype == value.dtype
 
 
 def _join_biases(made: Any) -> None:
@@ -181,49 +156,29 @@ def _join_biases(made: Any) -> None:
         if node.target not in _ADD or len(node.args) != 2 or node.kwargs:
             continue
         pair = [n for n in node.args if isinstance(n, fx.Node) and n.target is _aten.conv2d.default]
-        biases = [_arguments(n)[2] for n in pair]
+        biases = [conv_arguments(n)[2] for n in pair]
         alone = all(len(n.users) == 1 for n in pair) and len(set(pair)) == 2
         if not alone or not all(isinstance(b, fx.Node) and b.op == "get_attr" for b in biases):
             continue
         if _value(pair[0]).shape != _value(pair[1]).shape:
             continue
         first, second = sorted(pair)
-        total = _tensor(made, biases[0]).float() + _tensor(made, biases[1]).float()
-        joined = _constant(made, total.to(_tensor(made, biases[0]).dtype), second)
+        total = held(made, biases[0]).float() + held(made, biases[1]).float()
+        joined = constant(made, total.to(held(made, biases[0]).dtype), second)
         second.update_arg(2, joined)
         first.update_arg(2, None)
 
 
-def _tensor(made: Any, node: fx.Node) -> torch.Tensor:
-    found: Any = made
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
-
-
-def _constant(made: Any, value: torch.Tensor, before: fx.Node) -> fx.Node:
-    name = _free_name(made, "_joined")
-    made.register_buffer(name, value)
-    with made.graph.inserting_before(before):
-        node: fx.Node = made.graph.get_attr(name)
-    node.meta["val"] = value
-    return node
-
-
-def _free_name(made: Any, stem: str) -> str:
-    return next(name for number in range(10**6) if not hasattr(made, name := f"{stem}_{number}"))
-
-
 def _replace(made: Any, site: _Site) -> str:
     """Put the fastest way in place of the nodes of a site."""
-    x, weight, bias, *_ = _arguments(site.node)
-    held = _tensor(made, weight).detach()
-    value = _tensor(made, bias).detach() if bias is not None else None
-    way = fastest_way(_value(x), held, site.conv)
+    x, weight, bias, *_ = conv_arguments(site.node)
+    kernel = held(made, weight)
+    value = held(made, bias) if bias is not None else None
+    way = fastest_way(_value(x), kernel, site.conv)
     if way.name == "separate":
         return way.name
-    name = _free_name(made, "_arranged")
-    made.add_module(name, Arranged(way, held, value, site.conv))
+    name = free_name(made, ARRANGED)
+    made.add_module(name, Arranged(way, kernel, value, site.conv))
     with made.graph.inserting_before(site.last):
         done = made.graph.call_module(name, (x,) if site.other is None else (x, site.other))
     done.meta["val"] = _value(site.node)

@@ -20,6 +20,7 @@ from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
 from sapwood.measurement.clock import alone, take_turns
 from sapwood.measurement.convolutions import (
+    AFTER,
     FEW,
     FUSED,
     Arranged,
@@ -45,7 +46,6 @@ TIMED = (
 )
 """Operators whose time does not follow from the bytes they move."""
 
-ACTIVATIONS = {"relu": "relu", "hardtanh": "relu6", "silu": "silu", "hardswish": "hardswish"}
 FORMAT = 1
 
 
@@ -196,8 +196,9 @@ def usual_activation(calls: Iterable[OpCall]) -> str:
 
 def _activation(call: OpCall) -> str:
     name = call.name.removeprefix("aten::").removesuffix("_")
-    bounds = [dict(call.args).get(at) for at in ("min_val", "max_val")]
-    return "" if name == "hardtanh" and bounds != [0, 6] else ACTIVATIONS.get(name, "")
+    if name == "hardtanh" and [dict(call.args).get(at) for at in ("min_val", "max_val")] == [0, 6]:
+        return "relu6"
+    return name if name in AFTER else ""
 
 
 def _conv(args: dict[str, Any], after: str) -> tuple[Conv, torch.Tensor]:

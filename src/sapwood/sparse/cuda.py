@@ -91,34 +91,22 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     warps = 16 if two and batch < WIDE else 32
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
+    last: tuple[int, ...] = ()
     if FLOW:
         blocks = max(min(rows, 32 // warps * processors // parts), -(-rows // (32 * warps)), 1)
-        run = _kernel(f"sparse_flow<{kind}, {padded}, {warps}>", device)
-        sizes = (rows, columns, tiles, batch, here, len(packed.places))
-        run((blocks, parts), 32 * warps, needed + _for_rows(warps, padded), (*tensors, *sizes))
+        name, beside, last = f"sparse_flow<{kind}, {padded}, {warps}>", _for_rows(warps, padded), (len(packed.places),)
     else:
-        _whole_rows(
-            tensors, (kind, padded, warps, processors), (rows, columns, tiles, batch, here, parts), needed, device
-        )
+        split = _split(rows * parts, processors)
+        blocks = -(-rows * split // warps)
+        if split == 1:
+            blocks = min(blocks, max(1, 32 // warps * processors // parts))
+        name, beside = f"sparse_linear<{kind}, {padded}, {split}, {warps}>", 4 * warps * padded
+    given = (*tensors, rows, columns, tiles, batch, here, *last)
+    _kernel(name, device)((blocks, parts), 32 * warps, needed + beside, given)
     if partial is not None:
         count = batch * rows
-        given = (partial, bias, out, parts, rows, ctypes.c_longlong(count))
-        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, given)
-
-
-def _whole_rows(
-    tensors: tuple[Any, ...], how: tuple[int, int, int, int], sizes: tuple[int, ...], needed: int, device: int
-) -> None:
-    """Each warp takes whole rows, or an equal part of one."""
-    kind, padded, warps, processors = how
-    *sizes_here, parts = sizes
-    rows = sizes[0]
-    split = _split(rows * parts, processors)
-    blocks = -(-rows * split // warps)
-    if split == 1:
-        blocks = min(blocks, max(1, 32 // warps * processors // parts))
-    run = _kernel(f"sparse_linear<{kind}, {padded}, {split}, {warps}>", device)
-    run((blocks, parts), 32 * warps, needed + 4 * warps * padded, (*tensors, *sizes_here))
+        sizes = (parts, rows, ctypes.c_longlong(count))
+        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, (partial, bias, out, *sizes))
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:
