@@ -291,17 +291,18 @@ class Bench:
             )
 
     def sweep(self, name: str, batch: int) -> None:
-        """Every cut in the same form, so that a curve is a curve. What an earlier run has is not measured again."""
+        """Every cut in the same form, so that a curve is a curve. Known ones are measured anew only if asked."""
         started = time.time()
         model, x, dense = self.dense(name, batch)
         backend, key = dense.backend, f"{name}, batch {batch}"
         before = self.results.get("sweep", {}).get(key, {})
         rows: dict[str, dict[str, Any]] = before.get("speed", {}) if before.get("form") == dense.form else {}
         too_low = ""  # what is said below the best reachable latency
-        for tenth in range(1, 10):
-            left, told = 1 - tenth / 10, rows.get(f"{tenth * 10}%", {}).get("latency", "")
+        for tenth in map(int, self.o.tenths.split(",")):
+            left, known = 1 - tenth / 10, rows.get(f"{tenth * 10}%", {})
+            told = known.get("latency", "")
             too_low = told if isinstance(told, str) and told else too_low
-            if f"{tenth * 10}%" in rows:
+            if known and not self.o.again:
                 continue
             makers: dict[str, Callable[[], nn.Module]] = {
                 "plain": lambda left=left: self.cut_to(model, x, left, None),
@@ -311,6 +312,7 @@ class Bench:
                 makers["latency"] = lambda left=left: self.fast(model, x, left, dense)
             if self.o.peer:
                 makers["torch_pruning"] = lambda left=left: self.need(self.peer(model, left, name))
+            makers = {kind: make for kind, make in makers.items() if kind in self.o.kinds.split(",")}
             forms, row = {"dense": dense}, {"latency": too_low} if too_low else {}
             for kind, make in makers.items():
                 try:
@@ -319,7 +321,7 @@ class Bench:
                     row[kind] = " ".join(str(error).split())[:150]
                     too_low = row[kind] if "can be reached" in row[kind] else too_low
             times = self.turns(forms, x)
-            rows[f"{tenth * 10}%"] = row | {n: t["speed"] for n, t in times.items() if n != "dense"}
+            rows[f"{tenth * 10}%"] = known | row | {n: t["speed"] for n, t in times.items() if n != "dense"}
             self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
             self.keep("sweep", key, {"form": dense.form, "speed": rows}, started)
 
@@ -368,6 +370,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--shares", default="0.7,0.5,0.35", help="plans: the budgets")
+    parser.add_argument("--tenths", default="1,2,3,4,5,6,7,8,9", help="sweep: how many of the channels to remove")
+    parser.add_argument("--kinds", default="plain,auto,latency,torch_pruning", help="sweep: which cuts")
+    parser.add_argument("--again", action="store_true", help="sweep: also what the file has already")
     parser.add_argument("--others", default="uniform,flops", help="equal: against which plans")
     parser.add_argument("--peer", action="store_true", help="also Torch-Pruning at the same channel ratio")
     parser.add_argument("--one", action="store_true", help="plans: also at batch 1")

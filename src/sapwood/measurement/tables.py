@@ -65,8 +65,10 @@ class OperatorTimes:
 
     def __post_init__(self) -> None:
         about = {**describe(self.device), "backend": self.backend, "format": FORMAT}
-        if self.device.type == "cuda" and not triton_works(self.device):
-            about["triton"] = False
+        if self.device.type == "cuda":
+            about["backend"] = "graph"  # compiled or not, single operators are timed in graphs
+            if not triton_works(self.device):
+                about["triton"] = False
         self._about = about
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         try:
