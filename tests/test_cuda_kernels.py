@@ -19,9 +19,8 @@ from sapwood.sparse.format import Packed, pack_weight
 
 HERE = Path(__file__).parent
 NAMES = [
-    *(f"sparse_flow<{kind}, {batch}, {warps}>" for kind, batch, warps in [(0, 1, 16), (1, 2, 32), (0, 4, 32)]),
-    *(f"sparse_flow<{kind}, {batch}, 32>" for kind, batch in [(0, 8), (1, 16), (2, 4)]),
-    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>"),
+    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 2, 2, 32>", "sparse_linear<0, 4, 2, 32>"),
+    *("sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>", "sparse_linear<2, 4, 2, 32>"),
     *("sum_parts<0>", "sum_parts<1>", "sum_parts<2>", "unpack<0>", "unpack<2>"),
 ]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
@@ -33,7 +32,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    files = ("common.cu", "columns.cu", "tensor.cu", "linear.cu", "flow.cu", "whole.cu")
+    files = ("common.cu", "columns.cu", "tensor.cu", "linear.cu", "whole.cu")
     text = "\n".join((cuda.SOURCES / name).read_text() for name in files)
     calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
     text += f"""
@@ -112,15 +111,8 @@ def _require_near(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("flow", "kind", "batch"),
-    [
-        *((True, kind, batch) for kind, batch in [(0, 1), (1, 2), (0, 3), (0, 8), (1, 13), (2, 4)]),
-        *((False, kind, batch) for kind, batch in [(0, 1), (1, 7), (0, 16)]),
-    ],
-)
-def test_products_agree_with_dense_ones(flow: bool, kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "FLOW", flow)
+@pytest.mark.parametrize(("kind", "batch"), [(0, 1), (1, 2), (0, 3), (1, 7), (0, 16), (2, 4)])
+def test_products_agree_with_dense_ones(kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_split", lambda rows, processors: {1: 16, 7: 1}.get(batch, 2))  # as compiled above
     torch.manual_seed(batch)
     chance = random.Random(batch)
@@ -140,8 +132,8 @@ def test_products_agree_with_dense_ones(flow: bool, kind: int, batch: int, monke
 
 @pytest.mark.usefixtures("on_cpu")
 def test_chunks_by_kind_seldom_meet_the_same_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "FLOW", True)
-    x, weight = torch.randn(8, 4096).bfloat16(), _weight(64, 4096, 0.8, torch.bfloat16)
+    monkeypatch.setattr(cuda, "_split", lambda rows, processors: 1)
+    x, weight = torch.randn(8, 4096).half(), _weight(64, 4096, 0.8, torch.float16)
     cycles = {}
     for by_kind in (False, True):
         cuda.linear(x, pack_weight(weight, by_kind=by_kind), None)

@@ -15,7 +15,6 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
-    "sparse_flow": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "flow.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
@@ -24,8 +23,6 @@ MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
 WIDE = 2
 """From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
-FLOW = False
-"""Whether warps get equal shares of the nonzeros (flow.cu) instead of whole rows (linear.cu); off until measured."""
 BUSY = 24
 """Warps that a multiprocessor should have; with fewer rows than that, warps share a row."""
 
@@ -69,12 +66,7 @@ def _most(device: int, size: int) -> int:
 def _room(device: int, batch: int) -> int:
     """Bytes of shared memory for columns of x."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) - 1024 - max(128 * batch, _for_rows(32, batch) if FLOW else 0)
-
-
-def _for_rows(warps: int, batch: int) -> int:
-    """Bytes of shared memory that flow.cu needs beside x: its rows, and pieces of those that streams share."""
-    return 4 * (3 * 32 * warps + 36 + 2 * 4 * warps * batch)
+    return int(properties.shared_memory_per_block_optin) - 1024 - 128 * batch
 
 
 def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -86,23 +78,17 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     processors, tiles = properties.multi_processor_count, tiles_of(columns)
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
-    beside = _for_rows(16, padded) if FLOW else 64 * padded
-    two = 2 * (needed + beside + 1024) <= properties.shared_memory_per_multiprocessor
+    two = 2 * (needed + 64 * padded + 1024) <= properties.shared_memory_per_multiprocessor
     warps = 16 if two and batch < WIDE else 32
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    last: tuple[int, ...] = ()
-    if FLOW:
-        blocks = max(min(rows, 32 // warps * processors // parts), -(-rows // (32 * warps)), 1)
-        name, beside, last = f"sparse_flow<{kind}, {padded}, {warps}>", _for_rows(warps, padded), (len(packed.places),)
-    else:
-        split = _split(rows * parts, processors)
-        blocks = -(-rows * split // warps)
-        if split == 1:
-            blocks = min(blocks, max(1, 32 // warps * processors // parts))
-        name, beside = f"sparse_linear<{kind}, {padded}, {split}, {warps}>", 4 * warps * padded
-    given = (*tensors, rows, columns, tiles, batch, here, *last)
-    _kernel(name, device)((blocks, parts), 32 * warps, needed + beside, given)
+    split = _split(rows * parts, processors)
+    blocks = -(-rows * split // warps)
+    if split == 1:
+        blocks = min(blocks, max(1, 32 // warps * processors // parts))
+    given = (*tensors, rows, columns, tiles, batch, here)
+    name, shared = f"sparse_linear<{kind}, {padded}, {split}, {warps}>", needed + 4 * warps * padded
+    _kernel(name, device)((blocks, parts), 32 * warps, shared, given)
     if partial is not None:
         count = batch * rows
         sizes = (parts, rows, ctypes.c_longlong(count))
