@@ -83,16 +83,16 @@ template <class T> static T exchange(T value, int from) {
 static void require_all(u32 mask) { if (mask != 0xffffffffu) fail("shuffles only part of a warp"); }
 template <class T> static T __shfl_sync(u32 m, T value, int from) { require_all(m); return exchange(value, from & 31); }
 template <class T> static T __shfl_xor_sync(u32 m, T value, int by) { require_all(m); return exchange(value, current % 32 ^ by); }
-template <class T> static T __shfl_up_sync(u32 m, T value, int by) {
-    require_all(m);
-    return exchange(value, current % 32 >= by ? current % 32 - by : current % 32);
-}
 static int __reduce_add_sync(u32 mask, int value) {
     require_all(mask);
     for (int by = 16; by; by /= 2) value += exchange(value, current % 32 ^ by);
     return value;
 }
-static int __any_sync(u32 mask, int value) { return __reduce_add_sync(mask, value != 0) != 0; }
+static int __reduce_max_sync(u32 mask, int value) {
+    require_all(mask);
+    for (int by = 16; by; by /= 2) value = max(value, exchange(value, current % 32 ^ by));
+    return value;
+}
 static u32 __byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
     u32 found = 0;
@@ -112,6 +112,33 @@ static u16 to_half(float value) { const _Float16 near = value; u16 raw; memcpy(&
 static u16 to_brain(float value) {
     const u32 raw = __float_as_uint(value);
     return value != value ? 0x7fff : (u16)((raw + 0x7fff + (raw >> 16 & 1)) >> 16);
+}
+static void remember(u32 &) {}
+constexpr bool TURNS = true;
+static void store_matrices(const u32 (&x)[4], void *to, u32 offset) {
+    Warp &warp = warps[current / 32];
+    warp.from[current % 32] = (u32)(static_cast<unsigned char *>(to) - shared_bytes) + offset;
+    for (int m = 0; m < 4; m++) warp.words[current % 32][m] = x[m];
+    together([](Warp &w) {
+        for (int m = 0; m < 4; m++) {
+            u32 banks = 0;
+            for (int row = 0; row < 8; row++) {
+                const u32 at = w.from[8 * m + row];
+                if (at % 16 || at + 16 > (u32)room) fail("stores a row of a matrix where none is");
+                banks |= 1u << at / 16 % 8;
+                for (int g = 0; g < 8; g++) {
+                    const u16 one = (u16)(w.words[4 * g + row / 2][m] >> 16 * (row % 2));
+                    memcpy(shared_bytes + at + 2 * g, &one, 2);
+                }
+            }
+            if (banks != 255) fail("stores two rows of a matrix into the same banks");
+        }
+    });
+}
+template <int KIND> static u32 spoil(u32 sum, u32 two) {
+    constexpr u32 top = KIND == 0 ? 0x7f80u : 0x7c00u;
+    for (int half = 0; half < 2; half++) if ((two >> 16 * half & top) == top) sum |= 0x7fffu << 16 * half;
+    return sum;
 }
 static long fetched, cycles;  // matrices, and what they took: banks that are met twice cost one more
 static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {

@@ -19,8 +19,11 @@ from sapwood.sparse.format import Packed, pack_weight
 
 HERE = Path(__file__).parent
 NAMES = [
-    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 2, 2, 32>", "sparse_linear<0, 4, 2, 32>"),
-    *("sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>", "sparse_linear<2, 4, 2, 32>"),
+    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>"),
+    *("sparse_rows<0, 1, 1, 16, 16>", "sparse_rows<1, 2, 4, 1, 32>", "sparse_rows<0, 4, 2, 1, 32>"),
+    *("sparse_rows<1, 8, 1, 1, 32>", "sparse_rows<1, 8, 4, 1, 32>", "sparse_rows<1, 8, 2, 1, 32>"),
+    *("sparse_rows<0, 16, 4, 1, 32>", "sparse_rows<0, 16, 1, 2, 32>", "sparse_rows<2, 4, 1, 2, 32>"),
+    "sparse_rows<2, 8, 4, 1, 32>",
     *("sum_parts<0>", "sum_parts<1>", "sum_parts<2>", "unpack<0>", "unpack<2>"),
 ]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
@@ -32,8 +35,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    files = ("common.cu", "columns.cu", "tensor.cu", "linear.cu", "whole.cu")
-    text = "\n".join((cuda.SOURCES / name).read_text() for name in files)
+    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_rows", "unpack")}
+    parts = [f"namespace in_{name} {{\n{_read(files)}\n}}\nusing in_{name}::{name};" for name, files in apart.items()]
+    text = "\n".join([_read(("common.cu",)), *parts, "using in_unpack::sum_parts;"])
     calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
     text += f"""
 static void **given;
@@ -51,6 +55,10 @@ extern "C" void run(int which, int across, int down, int threads, int bytes, voi
     done = subprocess.run(command, cwd=at, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(at / "kernels.so"))
+
+
+def _read(files: tuple[str, ...]) -> str:
+    return "\n".join((cuda.SOURCES / name).read_text() for name in files)
 
 
 def _arguments(name: str, text: str) -> str:
@@ -111,14 +119,25 @@ def _require_near(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("kind", "batch"), [(0, 1), (1, 2), (0, 3), (1, 7), (0, 16), (2, 4)])
-def test_products_agree_with_dense_ones(kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_split", lambda rows, processors: {1: 16, 7: 1}.get(batch, 2))  # as compiled above
+@pytest.mark.parametrize(
+    ("next_", "kind", "batch", "at_once", "split"),
+    [
+        *[(False, 0, 1, 1, 16), (False, 1, 7, 1, 1), (False, 0, 16, 1, 2)],
+        *[(True, 0, 1, 1, 16), (True, 1, 2, 4, 1), (True, 0, 3, 2, 1), (True, 1, 7, 1, 1), (True, 1, 8, 4, 1)],
+        *[(True, 1, 5, 2, 1), (True, 0, 16, 4, 1), (True, 0, 13, 1, 2), (True, 2, 4, 1, 2), (True, 2, 7, 4, 1)],
+    ],
+)
+def test_products_agree_with_dense_ones(
+    next_: bool, kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "NEXT", next_)
+    monkeypatch.setattr(cuda, "_shared", lambda rows, processors: (at_once, split))  # as compiled above
     torch.manual_seed(batch)
     chance = random.Random(batch)
     for _ in range(6):
         rows = chance.choice([1, 3, chance.randint(1, 40), chance.randint(40, 120), 1030])
-        columns = chance.choice([1, chance.randint(2, 90), chance.randint(90, 1500), 4096, chance.randint(4097, 5000)])
+        odd = chance.choice([1, chance.randint(2, 90), chance.randint(90, 1500), chance.randint(4097, 5000)])
+        columns = chance.choice([odd, 32 * chance.randint(1, 40), 4096 + 32])
         columns = min(columns, 60) if rows > 300 else columns
         weight = _weight(rows, columns, chance.choice([0.0, 0.5, 0.8, 0.97, 1.0]), TYPES[kind])
         x, bias = torch.randn(batch, columns).to(TYPES[kind]), torch.randn(rows).to(TYPES[kind])
@@ -132,7 +151,7 @@ def test_products_agree_with_dense_ones(kind: int, batch: int, monkeypatch: pyte
 
 @pytest.mark.usefixtures("on_cpu")
 def test_chunks_by_kind_seldom_meet_the_same_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_split", lambda rows, processors: 1)
+    monkeypatch.setattr(cuda, "_shared", lambda rows, processors: (1, 1))
     x, weight = torch.randn(8, 4096).half(), _weight(64, 4096, 0.8, torch.float16)
     cycles = {}
     for by_kind in (False, True):

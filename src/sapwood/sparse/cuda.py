@@ -15,6 +15,7 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
+    "sparse_rows": ("device.cu", "common.cu", "next/columns.cu", "next/tensor.cu", "next/linear.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
@@ -23,8 +24,11 @@ MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
 WIDE = 2
 """From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
-BUSY = 24
-"""Warps that a multiprocessor should have; with fewer rows than that, warps share a row."""
+NEXT = False
+"""Whether the kernels in ``next`` are used; off until measured."""
+BUSY, MANY = 24, 20
+"""Warps that a multiprocessor should have: with fewer rows than the first, warps share a row; a warp takes two or four
+rows at once as long as there are as many as the second."""
 
 
 @functools.cache
@@ -82,13 +86,15 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     warps = 16 if two and batch < WIDE else 32
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    split = _split(rows * parts, processors)
-    blocks = -(-rows * split // warps)
+    at_once, split = _shared(rows * parts, processors) if NEXT else (1, _shared(rows * parts, processors)[1])
+    blocks = -(-rows * split // (at_once * warps))
     if split == 1:
         blocks = min(blocks, max(1, 32 // warps * processors // parts))
-    given = (*tensors, rows, columns, tiles, batch, here)
-    name, shared = f"sparse_linear<{kind}, {padded}, {split}, {warps}>", needed + 4 * warps * padded
-    _kernel(name, device)((blocks, parts), 32 * warps, shared, given)
+    given: tuple[Any, ...] = (*tensors, rows, columns, tiles, batch, here)
+    name = f"sparse_linear<{kind}, {padded}, {split}, {warps}>"
+    if NEXT:
+        given, name = (*given, len(packed.places)), f"sparse_rows<{kind}, {padded}, {at_once}, {split}, {warps}>"
+    _kernel(name, device)((blocks, parts), 32 * warps, needed + 4 * warps * padded, given)
     if partial is not None:
         count = batch * rows
         sizes = (parts, rows, ctypes.c_longlong(count))
@@ -109,12 +115,14 @@ def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:
     return parts, -(-tiles // parts)
 
 
-def _split(rows: int, processors: int) -> int:
-    """How many warps share a row."""
-    split = 1
+def _shared(rows: int, processors: int) -> tuple[int, int]:
+    """How many rows a warp has at once, or how many warps share a row."""
+    at_once = split = 1
+    while at_once < 4 and rows >= 2 * at_once * MANY * processors:
+        at_once *= 2
     while split < 16 and rows * split < BUSY * processors:
         split *= 2
-    return split
+    return at_once, split
 
 
 def unpack(packed: Packed) -> torch.Tensor:

@@ -9,12 +9,12 @@ template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
 
 // What lies there: a column of x, of all rows of the batch.
 template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
-    constexpr int BYTES = ::BYTES<KIND, BATCH>;
+    constexpr int WIDE = BYTES<KIND, BATCH>;
     const char *at = reinterpret_cast<const char *>(xs) + column;
-    if constexpr (BYTES <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
+    if constexpr (WIDE <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
     else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
     else {
-        constexpr int WORDS = BYTES / 4;
+        constexpr int WORDS = WIDE / 4;
         u32 w[WORDS];
         if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
         else if constexpr (WORDS == 2) {

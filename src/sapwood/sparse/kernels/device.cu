@@ -35,6 +35,31 @@ __device__ __forceinline__ u16 to_brain(float wide) {
     return raw;
 }
 
+// What is kept in a register, rather than made anew.
+__device__ __forceinline__ void remember(u32 &value) { asm volatile("" : "+r"(value)); }
+
+// Two 16-bit numbers times zero, added up: no number, once one of them was infinite or none.
+template <int KIND> __device__ __forceinline__ u32 spoil(u32 sum, u32 two) {
+    if constexpr (KIND == 0) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(two), "r"(0));
+    else asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(two), "r"(0));
+    return sum;
+}
+
+// Four matrices [8 x 8] of 16-bit numbers into shared memory, turned; each lane says where a row of 16 bytes goes.
+#if __CUDA_ARCH__ >= 900
+constexpr bool TURNS = true;
+#else
+constexpr bool TURNS = false;
+#endif
+__device__ __forceinline__ void store_matrices(const u32 (&x)[4], void *to, u32 offset) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     (u32)__cvta_generic_to_shared(to) + offset),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+#endif
+}
+
 // Four matrices [8 x 8] of 16-bit numbers, turned; each lane says where a row of 16 bytes lies.
 __device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -1,0 +1,257 @@
+// Rows of x in shared memory, and products of chunks with their columns.
+
+template <int KIND> constexpr u32 INFINITE = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
+template <int KIND, int BATCH> constexpr int BYTES = sizeof(typename Kind<KIND>::Raw) * BATCH;  // of a column
+
+// Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
+template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
+    return column + 16 * (i ^ ((column >> 7) & (SLOTS - 1)));
+}
+
+// What lies there: a column of x, of all rows of the batch.
+template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
+    constexpr int WIDE = BYTES<KIND, BATCH>;
+    const char *at = reinterpret_cast<const char *>(xs) + column;
+    if constexpr (WIDE <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
+    else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
+    else {
+        constexpr int WORDS = WIDE / 4;
+        u32 w[WORDS];
+        if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
+        else if constexpr (WORDS == 2) {
+            const uint2 v = *reinterpret_cast<const uint2 *>(at);
+            w[0] = v.x, w[1] = v.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; i++) {
+                const uint4 v = *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(xs) + slot<WORDS / 4>(column, i));
+                w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if constexpr (KIND == 2) x[b] = __uint_as_float(w[b]);
+            else x[b] = b % 2 ? high<KIND>(w[b / 2]) : low<KIND>(w[b / 2]);
+        }
+    }
+}
+
+// Sums over 2 * FIRST lanes: lane l of them gets that of row l * BATCH / (2 * FIRST) of the batch, or all get the one.
+template <int BATCH, int FIRST = 16> __device__ __forceinline__ float reduce(float (&sum)[BATCH], int lane) {
+    int left = BATCH;
+#pragma unroll
+    for (int half = FIRST; half > 0; half /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool upper = lane & half;
+#pragma unroll
+            for (int b = 0; b < BATCH / 2; b++) {
+                if (b < left) {
+                    const float mine = upper ? sum[b + left] : sum[b], other = upper ? sum[b] : sum[b + left];
+                    sum[b] = mine + __shfl_xor_sync(0xffffffffu, other, half);
+                }
+            }
+        } else sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], half);
+    }
+    return sum[0];
+}
+
+// The sums of a warp over its part of so many rows of W, for BATCH rows of x.
+template <int KIND, int BATCH, int ROWS, bool TENSOR> struct Sums {
+    static constexpr int TOTALS = 1, LANES = 32 / ROWS, ALIKE = LANES / BATCH;  // lanes that have the same in the end
+    static_assert(ALIKE >= 1, "");
+    float sum[BATCH];
+
+    __device__ __forceinline__ Sums(int) { clear(); }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) sum[b] = 0;
+    }
+    __device__ __forceinline__ static int which(int lane) { return lane / LANES; }
+    __device__ __forceinline__ static int row_of(int lane, int) { return lane % LANES / ALIKE; }
+    __device__ __forceinline__ static bool writes(int lane) { return lane % ALIKE == 0; }
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base) {
+        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            float x[BATCH];
+            gather<KIND, BATCH>(xs, columns[i], x);
+            const float w = chunk.value(i);
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
+        }
+    }
+    __device__ __forceinline__ void add_up(int lane, float (&total)[TOTALS]) {
+        total[0] = reduce<BATCH, LANES / 2>(sum, lane);
+    }
+};
+
+// The same for columns of 16 bytes and more, if there is nothing left over: 32 columns of eight rows at a time, which
+// a warp loads row by row and stores column by column. Lanes take their words in turn, so that no bank is met twice.
+template <int KIND, int BATCH>
+__device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch, int columns, int base, int width) {
+    constexpr int EIGHTS = BATCH / 8, AT_ONCE = 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, turn = lane % 4;
+    const int to = lane % 8 / 2 * 8 + (lane / 8 + lane % 8 / 2) % 4 * 2 + lane % 2;  // the column that a lane stores
+    const u16 *from = reinterpret_cast<const u16 *>(x) + base + 8 * turn;
+    const int units = width / 32 * EIGHTS;
+    u32 spoilt = 0;
+    for (int unit = warp; unit < units; unit += AT_ONCE * warps) {
+        uint4 got[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int own = unit + i * warps, b = own % EIGHTS * 8 + lane / 4;
+            got[i] = make_uint4(0, 0, 0, 0);
+            if (own < units && b < batch)
+                got[i] = *reinterpret_cast<const uint4 *>(from + (long long)b * columns + own / EIGHTS * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int own = unit + i * warps;
+            if (own >= units) break;
+            u32 w[4] = {got[i].x, got[i].y, got[i].z, got[i].w}, turned[4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) spoilt = spoil<KIND>(spoilt, w[m]);
+#pragma unroll
+            for (int m = 0; m < 4; m++) turned[m] = turn & 1 ? w[(m + 1) % 4] : w[m];
+#pragma unroll
+            for (int m = 0; m < 4; m++) w[m] = turn & 2 ? turned[(m + 2) % 4] : turned[m];
+            const u32 column = (own / EIGHTS * 32 + to) * BYTES<KIND, BATCH>;
+            store_matrices(w, xs, slot<EIGHTS>(column, own % EIGHTS));
+        }
+    }
+    return (spoilt & 0x7fffu) > INFINITE<KIND> || (spoilt >> 16 & 0x7fffu) > INFINITE<KIND>;
+}
+
+// x into shared memory, column by column; whether any of it is infinite or no number.
+template <int KIND, int BATCH>
+__device__ bool fetch(void *xs, const void *x, int batch, int columns, int base, int width) {
+    typedef typename Kind<KIND>::Raw Raw;
+    Raw *to = reinterpret_cast<Raw *>(xs);
+    const Raw *from = reinterpret_cast<const Raw *>(x);
+    constexpr u32 TOP = INFINITE<KIND>;
+    bool bad = false;
+    if constexpr (TURNS && KIND != 2 && BATCH >= 8)
+        if (columns % 8 == 0 && width % 32 == 0 && (reinterpret_cast<u64>(from) & 15) == 0)
+            return fetch_turned<KIND, BATCH>(xs, x, batch, columns, base, width);
+    if constexpr (BATCH == 1) {
+        constexpr int MANY = 16 / sizeof(Raw);
+        if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
+            for (int c = threadIdx.x; c < width / MANY; c += blockDim.x) {
+                const uint4 got = reinterpret_cast<const uint4 *>(from + base)[c];
+                const u32 words[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    bad |= (words[i] & TOP) == TOP;
+                    if constexpr (KIND != 2) bad |= (words[i] >> 16 & TOP) == TOP;
+                }
+                reinterpret_cast<uint4 *>(to)[c] = got;
+            }
+            return bad;
+        }
+    }
+    const auto store = [&](int c, const Raw (&got)[BATCH]) {
+        char *at = reinterpret_cast<char *>(xs) + c * BYTES<KIND, BATCH>;
+        if constexpr (BYTES<KIND, BATCH> >= 16) {
+            constexpr int SLOTS = BYTES<KIND, BATCH> / 16;
+#pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                u32 word[4];
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    if constexpr (KIND == 2) word[w] = got[4 * i + w];
+                    else word[w] = got[8 * i + 2 * w] | (u32)got[8 * i + 2 * w + 1] << 16;
+                }
+                *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(xs) + slot<SLOTS>(c * BYTES<KIND, BATCH>, i)) =
+                    make_uint4(word[0], word[1], word[2], word[3]);
+            }
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) reinterpret_cast<Raw *>(at)[b] = got[b];
+        }
+    };
+    if constexpr (KIND != 2) {  // two columns at a time
+        if (columns % 2 == 0 && width % 2 == 0 && (reinterpret_cast<u64>(from) & 3) == 0) {
+#pragma unroll 2
+            for (int c = 2 * threadIdx.x; c < width; c += 2 * blockDim.x) {
+                u32 two[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++)
+                    two[b] = b < batch ? *reinterpret_cast<const u32 *>(from + (long long)b * columns + base + c) : 0;
+                Raw left[BATCH], right[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    bad |= (two[b] & TOP) == TOP || (two[b] >> 16 & TOP) == TOP;
+                    left[b] = (Raw)two[b], right[b] = (Raw)(two[b] >> 16);
+                }
+                if constexpr (BYTES<KIND, BATCH> >= 16) {  // eight lanes in a row store eight kinds of columns
+                    const bool turned = threadIdx.x & 4;
+                    Raw now[BATCH], then[BATCH];
+#pragma unroll
+                    for (int b = 0; b < BATCH; b++) {
+                        now[b] = turned ? right[b] : left[b];
+                        then[b] = turned ? left[b] : right[b];
+                    }
+                    store(c + turned, now);
+                    store(c + !turned, then);
+                } else {
+                    store(c, left);
+                    store(c + 1, right);
+                }
+            }
+            return bad;
+        }
+    }
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        Raw got[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            got[b] = b < batch ? from[(long long)b * columns + base + c] : (Raw)0;
+            bad |= (got[b] & TOP) == TOP;
+        }
+        store(c, got);
+    }
+    return bad;
+}
+
+__device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// A row as a dense product has it: a zero of W times what is not finite is nan. Fillers are no zeros of W.
+template <int KIND, int BATCH>
+__device__ __noinline__ void careful(const void *values, const u64 *places, const int *starts, int tile, int tiles_end,
+                                     const void *xs, int base, int width, int row, int rows, int batch,
+                                     const void *bias, void *y, float *partial) {
+    const int lane = threadIdx.x % 32, last = starts[tiles_end];
+    int met[BATCH];
+    float sum[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) sum[b] = 0, met[b] = 0;
+    for (int c = starts[tile] + lane; c < last; c += 32) {
+        Chunk<KIND> chunk;
+        chunk.load(values, places, c);
+        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+        for (int i = 0; i < CHUNK; i++) {
+            const u32 column = columns[i];
+            if (chunk.filler(i)) continue;
+            float x[BATCH];
+            gather<KIND, BATCH>(xs, column, x);
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
+                met[b] += !finite(x[b]);
+            }
+        }
+    }
+    for (int c = lane; c < width; c += 32) {
+        float x[BATCH];
+        gather<KIND, BATCH>(xs, c * BYTES<KIND, BATCH>, x);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)  // columns that are left over met zeros
+        if (__reduce_add_sync(0xffffffffu, met[b]) < 0) sum[b] = __uint_as_float(0x7fc00000u);
+    const float total = reduce<BATCH>(sum, lane);
+    const int b = lane / (32 / BATCH);
+    if (lane % (32 / BATCH) == 0 && b < batch) put<KIND>(total, b, batch, row, rows, bias, y, partial);
+}
