@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import sapwood as sw
+from sapwood.errors import SapwoodError
 from tests.helpers import build, size
 from tests.nets import Pool, conv
 
@@ -160,3 +161,15 @@ def test_attributes_that_only_tell_are_kept_right() -> None:
             assert module.in_channels == module.weight.shape[1] * module.groups
         if isinstance(module, nn.Linear):
             assert (module.out_features, module.in_features) == tuple(module.weight.shape)
+
+
+def test_more_channels_than_asked_for_are_told() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 96, 3), nn.ReLU(), nn.Conv2d(96, 8, 1)).eval()
+    for allocate in ("uniform", "global"):
+        wide = sw.make_plan(model, IMAGE, sw.Budget(channels=0.1), round_to=32, allocate=allocate)
+        assert any("40% of the channels stay, not 10%: no layer is cut below round_to, 32" in n for n in wide.notes)
+        near = sw.make_plan(model, IMAGE, sw.Budget(channels=0.5), round_to=32, allocate=allocate)
+        held = sw.make_plan(model, IMAGE, sw.Budget(channels=0.5), round_to=8, allocate=allocate, ignore=("2",))
+        assert not any("stay, not" in note for note in (*near.notes, *held.notes))
+    with pytest.raises(SapwoodError, match="use a smaller round_to"):
+        sw.make_plan(model, IMAGE, sw.Budget(params=0.02), round_to=32)

@@ -36,8 +36,17 @@ def draft_plan(
     if allocate not in ALLOCATIONS:
         raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
     barred = frozen_groups or {}
-    counts = _count(trace, scores, budget, allocate, round_to, fixed_groups(trace, ignore, barred), barred)
-    return plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
+    fixed = fixed_groups(trace, ignore, barred)
+    counts = _count(trace, scores, budget, allocate, round_to, fixed, barred)
+    plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
+    dense, left = plan.achieved["dense_channels"], plan.achieved["channels"]
+    if budget.kind == "channels" and round_to is not None and left > 1.05 * budget.limit(dense):
+        plain = trace.costs.evaluate("channels", _count(trace, scores, budget, allocate, None, fixed, barred))
+        asked, step = max(plain, budget.limit(dense)), plan.budget["round_to"]
+        if left > 1.05 * asked:
+            told = f"{left / dense:.0%} of the channels stay, not {asked / dense:.0%}"
+            plan = replace(plan, notes=(*plan.notes, f"{told}: no layer is cut below round_to, {step}"))
+    return plan
 
 
 def fixed_groups(trace: Trace, ignore: Iterable[str], barred: Mapping[str, str]) -> np.ndarray:
@@ -122,7 +131,7 @@ def _count(
     if budget.kind == "channels" and budget.is_fraction:
         limit = max(limit, least)  # a fraction of the channels, but one of each group at least
     if least > limit:
-        raise _unreachable(trace, budget, int(least), dense, limit, barred)
+        raise _unreachable(trace, budget, int(least), dense, limit, barred, round_to)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
 
 
@@ -147,7 +156,13 @@ def _ranks(scores: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _unreachable(
-    trace: Trace, budget: Budget, least: int, dense: int, limit: float, barred: Mapping[str, str]
+    trace: Trace,
+    budget: Budget,
+    least: int,
+    dense: int,
+    limit: float,
+    barred: Mapping[str, str],
+    round_to: RoundTo,
 ) -> SapwoodError:
     worst = [f"{f.sites[0][0]} ({f.reason})" for f in sorted(trace.frozen, key=lambda f: -f.channels)[:3]]
     worst += [f"group {name} ({why})" for name, why in list(barred.items())[:3]]
@@ -155,7 +170,8 @@ def _unreachable(
     return SapwoodError(
         f"Budget({budget.kind}={getattr(budget, budget.kind)}): expected a budget of at least {least:,} of "
         f"{dense:,} {budget.kind} ({least / dense:.1%}); got {limit:,.0f}. Frozen, among others: {why}. "
-        f"Ask for a larger budget, ignore less, or see trace.frozen."
+        f"Ask for a larger budget, ignore less{'' if round_to is None else ', use a smaller round_to'}, "
+        f"or see trace.frozen."
     )
 
 
