@@ -162,6 +162,8 @@ static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
     });
     for (int m = 0; m < 4; m++) x[m] = warp.found[current % 32][m];
 }
+static u32 place_of(const void *in_shared) { return (u32)(static_cast<const unsigned char *>(in_shared) - shared_bytes); }
+static void read_matrices(u32 (&x)[4], u32 at) { fetch_matrices(x, shared_bytes, at); }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);

@@ -67,6 +67,13 @@ __device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u3
                  : "r"((u32)__cvta_generic_to_shared(from) + offset));
 }
 
+__device__ __forceinline__ u32 place_of(const void *in_shared) { return (u32)__cvta_generic_to_shared(in_shared); }
+__device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at));
+}
+
 // [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).
 template <int KIND>
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {

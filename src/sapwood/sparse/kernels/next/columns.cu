@@ -2,20 +2,18 @@
 
 template <int KIND> constexpr u32 INFINITE = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
 template <int KIND, int BATCH> constexpr int BYTES = sizeof(typename Kind<KIND>::Raw) * BATCH;  // of a column
+// Columns of more than 16 bytes lie in several planes, so that columns of different kinds meet different banks.
+template <int KIND, int BATCH> constexpr int PLANES = BYTES<KIND, BATCH> > 16 ? BYTES<KIND, BATCH> / 16 : 1;
+template <int KIND, int BATCH> constexpr int WIDE = BYTES<KIND, BATCH> / PLANES<KIND, BATCH>;
 
-// Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
-template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
-    return column + 16 * (i ^ ((column >> 7) & (SLOTS - 1)));
-}
-
-// What lies there: a column of x, of all rows of the batch.
-template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
-    constexpr int WIDE = BYTES<KIND, BATCH>;
+// What lies there: a column of x, of all rows of the batch. ``plane``: the bytes of one.
+template <int KIND, int BATCH>
+__device__ __forceinline__ void gather(const void *xs, u32 column, u32 plane, float (&x)[BATCH]) {
     const char *at = reinterpret_cast<const char *>(xs) + column;
-    if constexpr (WIDE <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
+    if constexpr (BYTES<KIND, BATCH> <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
     else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
     else {
-        constexpr int WORDS = WIDE / 4;
+        constexpr int WORDS = BYTES<KIND, BATCH> / 4;
         u32 w[WORDS];
         if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
         else if constexpr (WORDS == 2) {
@@ -24,7 +22,7 @@ template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 v = *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(xs) + slot<WORDS / 4>(column, i));
+                const uint4 v = *reinterpret_cast<const uint4 *>(at + i * plane);
                 w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
             }
         }
@@ -70,12 +68,12 @@ template <int KIND, int BATCH, int ROWS, bool TENSOR> struct Sums {
     __device__ __forceinline__ static int which(int lane) { return lane / LANES; }
     __device__ __forceinline__ static int row_of(int lane, int) { return lane % LANES / ALIKE; }
     __device__ __forceinline__ static bool writes(int lane) { return lane % ALIKE == 0; }
-    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base) {
-        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, u32 plane) {
+        Columns<WIDE<KIND, BATCH>> columns(chunk.place, base);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             float x[BATCH];
-            gather<KIND, BATCH>(xs, columns[i], x);
+            gather<KIND, BATCH>(xs, columns[i], plane, x);
             const float w = chunk.value(i);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
@@ -116,8 +114,7 @@ __device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch,
             for (int m = 0; m < 4; m++) turned[m] = turn & 1 ? w[(m + 1) % 4] : w[m];
 #pragma unroll
             for (int m = 0; m < 4; m++) w[m] = turn & 2 ? turned[(m + 2) % 4] : turned[m];
-            const u32 column = (own / EIGHTS * 32 + to) * BYTES<KIND, BATCH>;
-            store_matrices(w, xs, slot<EIGHTS>(column, own % EIGHTS));
+            store_matrices(w, xs, own % EIGHTS * 16 * width + (own / EIGHTS * 32 + to) * 16);
         }
     }
     return (spoilt & 0x7fffu) > INFINITE<KIND> || (spoilt >> 16 & 0x7fffu) > INFINITE<KIND>;
@@ -151,19 +148,17 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
         }
     }
     const auto store = [&](int c, const Raw (&got)[BATCH]) {
-        char *at = reinterpret_cast<char *>(xs) + c * BYTES<KIND, BATCH>;
+        char *at = reinterpret_cast<char *>(xs) + c * WIDE<KIND, BATCH>;
         if constexpr (BYTES<KIND, BATCH> >= 16) {
-            constexpr int SLOTS = BYTES<KIND, BATCH> / 16;
 #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
+            for (int i = 0; i < PLANES<KIND, BATCH>; i++) {
                 u32 word[4];
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
                     if constexpr (KIND == 2) word[w] = got[4 * i + w];
                     else word[w] = got[8 * i + 2 * w] | (u32)got[8 * i + 2 * w + 1] << 16;
                 }
-                *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(xs) + slot<SLOTS>(c * BYTES<KIND, BATCH>, i)) =
-                    make_uint4(word[0], word[1], word[2], word[3]);
+                *reinterpret_cast<uint4 *>(at + i * 16 * width) = make_uint4(word[0], word[1], word[2], word[3]);
             }
         } else {
 #pragma unroll
@@ -229,12 +224,12 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, cons
     for (int c = starts[tile] + lane; c < last; c += 32) {
         Chunk<KIND> chunk;
         chunk.load(values, places, c);
-        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+        Columns<WIDE<KIND, BATCH>> columns(chunk.place, base);
         for (int i = 0; i < CHUNK; i++) {
             const u32 column = columns[i];
             if (chunk.filler(i)) continue;
             float x[BATCH];
-            gather<KIND, BATCH>(xs, column, x);
+            gather<KIND, BATCH>(xs, column, 16 * width, x);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
                 sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
@@ -244,7 +239,7 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, cons
     }
     for (int c = lane; c < width; c += 32) {
         float x[BATCH];
-        gather<KIND, BATCH>(xs, c * BYTES<KIND, BATCH>, x);
+        gather<KIND, BATCH>(xs, c * WIDE<KIND, BATCH>, 16 * width, x);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
     }

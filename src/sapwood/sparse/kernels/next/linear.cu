@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
         if (ends) run = begin(next_first, next_last);
         else run.go_on(STRIDE);
         load(ahead, run);
-        sums.add(chunk, shared, base);
+        sums.add(chunk, shared, base, 16 * width);
         if (!ends) return true;
         float total[Own::TOTALS];
         sums.add_up(lane, total);
