@@ -28,7 +28,6 @@ static float __uint_as_float(u32 raw) { float value; memcpy(&value, &raw, 4); re
 static u32 __float_as_uint(float value) { u32 raw; memcpy(&raw, &value, 4); return raw; }
 static float fmaf_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #define fmaf fmaf_
-template <class T> static T __ldcs(const T *at) { return *at; }
 static std::vector<char> waited;  // for what came before the kernel; until then its results are not there
 static int current;
 static int __ldcg(const int *at) { return waited[current] ? *at : *at * 7 - 3; }
@@ -36,6 +35,10 @@ static int __ldcg(const int *at) { return waited[current] ? *at : *at * 7 - 3; }
 [[noreturn]] static void fail(const char *why) {
     fprintf(stderr, "the emulated kernel %s\n", why);
     abort();
+}
+template <class T> static T __ldcs(const T *at) {
+    if (!waited[current]) fail("loads weights before it has waited");
+    return *at;
 }
 
 // ---- fibers ----
@@ -164,6 +167,16 @@ static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
 }
 static u32 place_of(const void *in_shared) { return (u32)(static_cast<const unsigned char *>(in_shared) - shared_bytes); }
 static void read_matrices(u32 (&x)[4], u32 at) { fetch_matrices(x, shared_bytes, at); }
+template <class T> static T read_at(u32 at) {
+    if (at % sizeof(T) || at + sizeof(T) > (u32)room) fail("reads where nothing is");
+    T value;
+    memcpy(&value, shared_bytes + at, sizeof(T));
+    return value;
+}
+static u32 read2(u32 at) { return read_at<u16>(at); }
+static u32 read4(u32 at) { return read_at<u32>(at); }
+static uint2 read8(u32 at) { return read_at<uint2>(at); }
+static uint4 read16(u32 at) { return read_at<uint4>(at); }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);

@@ -26,6 +26,8 @@ WIDE = 2
 """From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
 NEXT = False
 """Whether the kernels in ``next`` are used; off until measured."""
+EIGHT = 5
+"""From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 BUSY, MANY = 24, 20
 """Warps that a multiprocessor should have: with fewer rows than the first, warps share a row; a warp takes two or four
 rows at once as long as there are as many as the second."""
@@ -78,6 +80,7 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     rows, columns = packed.shape
     batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
     padded = 1 << (batch - 1).bit_length()
+    padded = max(padded, 8) if batch >= EIGHT and size == 2 else padded
     properties: Any = torch.cuda.get_device_properties(device)
     processors, tiles = properties.multi_processor_count, tiles_of(columns)
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
@@ -89,6 +92,8 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     at_once, split = _shared(rows * parts, processors) if NEXT else (1, _shared(rows * parts, processors)[1])
     blocks = -(-rows * split // (at_once * warps))
     if split == 1:
+        if NEXT:  # rows go round the blocks: as many of these as there is room for
+            blocks = -(-rows // at_once)
         blocks = min(blocks, max(1, 32 // warps * processors // parts))
     given: tuple[Any, ...] = (*tensors, rows, columns, tiles, batch, here)
     name = f"sparse_linear<{kind}, {padded}, {split}, {warps}>"

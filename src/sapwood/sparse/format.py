@@ -28,6 +28,8 @@ STEP = (1 << STEP_BITS) - 1
 STEPS = STEP_BITS * (CHUNK - 1)
 """Bits of all steps, after which the first column lies, and then whether steps count by ``KINDS``."""
 MOST_COLUMNS = 1 << FIRST_BITS
+MOST_CHUNKS = (1 << 31) - (1 << 20)
+"""The kernels count beyond the last one, in 32 bits."""
 TILE = 4096
 KINDS = 8
 ENOUGH = 256  # nonzeros of a tile that make it worth while to sort them by kind
@@ -84,8 +86,8 @@ def pack_weight(weight: torch.Tensor, by_kind: bool | None = None) -> Packed:
     parts = [_pack_rows(weight[r : r + step].contiguous(), enough) for r in range(0, rows, step)]
     counts = torch.cat([p[2] for p in parts]) if parts else weight.new_zeros(0, dtype=torch.int64)
     total = int(counts.sum())
-    if total >= 1 << 31:
-        raise explain("fewer than 2**31 chunks", f"{total}", "Leave this layer dense.", "pack")
+    if total > MOST_CHUNKS:
+        raise explain(f"at most {MOST_CHUNKS} chunks", f"{total}", "Leave this layer dense.", "pack")
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=weight.device)
     starts[1:] = counts.cumsum(0)
     values = torch.cat([p[0] for p in parts]) if parts else weight.new_zeros((0, CHUNK))

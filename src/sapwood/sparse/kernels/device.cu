@@ -74,6 +74,30 @@ __device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 at) {
                  : "r"(at));
 }
 
+// Shared memory by place.
+__device__ __forceinline__ u32 read2(u32 at) {
+    u16 raw;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(raw) : "r"(at));
+    return raw;
+}
+__device__ __forceinline__ u32 read4(u32 at) {
+    u32 raw;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw) : "r"(at));
+    return raw;
+}
+__device__ __forceinline__ uint2 read8(u32 at) {
+    uint2 raw;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(at));
+    return raw;
+}
+__device__ __forceinline__ uint4 read16(u32 at) {
+    uint4 raw;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "r"(at));
+    return raw;
+}
+
 // [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).
 template <int KIND>
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&x)[4], u32 upper, u32 lower) {

@@ -6,23 +6,40 @@ template <int KIND, int BATCH> constexpr int BYTES = sizeof(typename Kind<KIND>:
 template <int KIND, int BATCH> constexpr int PLANES = BYTES<KIND, BATCH> > 16 ? BYTES<KIND, BATCH> / 16 : 1;
 template <int KIND, int BATCH> constexpr int WIDE = BYTES<KIND, BATCH> / PLANES<KIND, BATCH>;
 
+// Where the columns of a chunk lie in shared memory, one after the other. ``origin``: where column 0 of W would.
+template <int BYTES> struct Walk {
+    static constexpr int SHIFT = BYTES == 2 ? 9 : BYTES == 4 ? 8 : BYTES == 8 ? 7 : 6;
+    u64 place;
+    u32 now, step;
+
+    __device__ __forceinline__ Walk(u64 place, u32 origin) : place(place) {
+        const u32 high = (u32)(place >> 32);
+        now = ((high & 0x3ffffc00u) >> SHIFT) + origin;
+        step = high & 0x40000000u ? 8 * BYTES : BYTES;
+    }
+    __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
+        const u32 low = (u32)place, high = (u32)(place >> 32);
+        if (i) now += (i <= 5 ? low >> 6 * (i - 1) : i == 6 ? (u32)(place >> 30) : high >> 4) % 64 * step;
+        return now;
+    }
+};
+
 // What lies there: a column of x, of all rows of the batch. ``plane``: the bytes of one.
 template <int KIND, int BATCH>
-__device__ __forceinline__ void gather(const void *xs, u32 column, u32 plane, float (&x)[BATCH]) {
-    const char *at = reinterpret_cast<const char *>(xs) + column;
-    if constexpr (BYTES<KIND, BATCH> <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
-    else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
+__device__ __forceinline__ void gather(u32 at, u32 plane, float (&x)[BATCH]) {
+    if constexpr (BYTES<KIND, BATCH> <= 2) x[0] = widen<KIND>(read2(at));
+    else if constexpr (KIND == 2 && BATCH == 1) x[0] = __uint_as_float(read4(at));
     else {
         constexpr int WORDS = BYTES<KIND, BATCH> / 4;
         u32 w[WORDS];
-        if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
+        if constexpr (WORDS == 1) w[0] = read4(at);
         else if constexpr (WORDS == 2) {
-            const uint2 v = *reinterpret_cast<const uint2 *>(at);
+            const uint2 v = read8(at);
             w[0] = v.x, w[1] = v.y;
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 v = *reinterpret_cast<const uint4 *>(at + i * plane);
+                const uint4 v = read16(at + i * plane);
                 w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
             }
         }
@@ -68,12 +85,12 @@ template <int KIND, int BATCH, int ROWS, bool TENSOR> struct Sums {
     __device__ __forceinline__ static int which(int lane) { return lane / LANES; }
     __device__ __forceinline__ static int row_of(int lane, int) { return lane % LANES / ALIKE; }
     __device__ __forceinline__ static bool writes(int lane) { return lane % ALIKE == 0; }
-    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, u32 plane) {
-        Columns<WIDE<KIND, BATCH>> columns(chunk.place, base);
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, u32 origin, u32 plane) {
+        Walk<WIDE<KIND, BATCH>> columns(chunk.place, origin);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             float x[BATCH];
-            gather<KIND, BATCH>(xs, columns[i], plane, x);
+            gather<KIND, BATCH>(columns[i], plane, x);
             const float w = chunk.value(i);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
@@ -224,12 +241,13 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, cons
     for (int c = starts[tile] + lane; c < last; c += 32) {
         Chunk<KIND> chunk;
         chunk.load(values, places, c);
-        Columns<WIDE<KIND, BATCH>> columns(chunk.place, base);
+        Walk<WIDE<KIND, BATCH>> columns(chunk.place, place_of(xs) - base * WIDE<KIND, BATCH>);
+#pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             const u32 column = columns[i];
             if (chunk.filler(i)) continue;
             float x[BATCH];
-            gather<KIND, BATCH>(xs, column, 16 * width, x);
+            gather<KIND, BATCH>(column, 16 * width, x);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
                 sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
@@ -239,7 +257,7 @@ __device__ __noinline__ void careful(const void *values, const u64 *places, cons
     }
     for (int c = lane; c < width; c += 32) {
         float x[BATCH];
-        gather<KIND, BATCH>(xs, c * WIDE<KIND, BATCH>, 16 * width, x);
+        gather<KIND, BATCH>(place_of(xs) + c * WIDE<KIND, BATCH>, 16 * width, x);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
     }

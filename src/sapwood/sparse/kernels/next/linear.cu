@@ -8,11 +8,12 @@
 constexpr u32 ALL = 0xffffffffu;
 constexpr int SCOUT = 3;  // sets of chunks that are sent for ahead of the one that is loaded
 
-// Where a lane is: its chunk, and the end of its row's. With tensor cores the places it looks up are another lane's.
+// Where a lane is: its values and, with tensor cores another lane's, places. Sets of chunks count down to 1, and at
+// ``gap`` a lane has no more; above ``most`` all have one, now and as far as is sent for.
 struct Run {
-    int at, stop, other, other_stop, left;
-
-    __device__ __forceinline__ void go_on(int by) { at += by, other += by; }
+    const uint4 *values;
+    const u64 *places;
+    int gap, other_gap, left, most;
 };
 
 template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS>
@@ -35,26 +36,48 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
         first = row < rows ? __ldcg(at + tile) : 0;
         last = row < rows ? __ldcg(at + tiles_end) : 0;
     };
+    const u32 plane = min(16 * width, 1 << 20);
+    u32 origin = place_of(shared) - base * WIDE<KIND, BATCH>;
+    remember(origin);
+    constexpr int N = KIND == 2 ? 2 : 1;
     const auto begin = [&](int first, int last) {
         Run run;
-        run.at = first + part * LANES + lane % LANES, run.stop = last;
-        run.left = (last - first - part * LANES + STRIDE - 1) / STRIDE;
-        if constexpr (ROWS > 1) run.left = __reduce_max_sync(ALL, run.left);
-        run.left = max(run.left, 1);
+        const int at = first + part * LANES + lane % LANES;
+        const int own = (u32)(last - at + STRIDE - 1) / STRIDE;  // sets
+        const int all = (u32)(last - first - part * LANES + STRIDE - 1) / STRIDE;
+        run.left = max(ROWS > 1 ? __reduce_max_sync(ALL, all) : all, 1);
+        run.gap = run.left - own;
+        int other = at;
         if constexpr (TENSOR) {
-            run.other = ROWS > 1 ? __shfl_sync(ALL, run.at, partner(lane)) : run.at - lane + partner(lane);
-            run.other_stop = ROWS > 1 ? __shfl_sync(ALL, last, partner(lane)) : last;
+            other = ROWS > 1 ? __shfl_sync(ALL, at, partner(lane)) : at - lane + partner(lane);
+            run.other_gap = __shfl_sync(ALL, run.gap, partner(lane));
         }
+        run.most = __reduce_max_sync(ALL, run.gap) + SCOUT;
+        run.values = reinterpret_cast<const uint4 *>(values) + (long long)at * N, run.places = places + other;
+#pragma unroll
+        for (int i = 1; i < SCOUT; i++)
+            if (own > i) Chunk<KIND>::send_for_it(values, places, at + i * STRIDE);
         return run;
     };
-    const auto load = [&](Chunk<KIND> &chunk, const Run &run) {  // zeros, where there are no more
+    const auto load = [&](Chunk<KIND> &chunk, const Run &run, int left) {  // zeros, where there are no more
+        const int other_gap = TENSOR ? run.other_gap : run.gap;
+        if (left > run.most) {  // all lanes have one, now and later
 #pragma unroll
-        for (int i = 0; i < (KIND == 2 ? 2 : 1); i++) chunk.words[i] = make_uint4(0, 0, 0, 0);
-        chunk.place = (u64)base << 42;
-        if (run.at < run.stop) chunk.load_values(values, run.at);
-        const int other = TENSOR ? run.other : run.at;
-        if (other < (TENSOR ? run.other_stop : run.stop)) chunk.place = __ldcs(places + other);
-        if (SCOUT && run.at + SCOUT * STRIDE < run.stop) Chunk<KIND>::send_for_it(values, places, run.at + SCOUT * STRIDE);
+            for (int i = 0; i < N; i++) chunk.words[i] = __ldcs(run.values + i);
+            chunk.place = __ldcs(run.places);
+            send_for(run.values + SCOUT * STRIDE * N);
+            send_for(run.places + SCOUT * STRIDE);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) chunk.words[i] = make_uint4(0, 0, 0, 0);
+        if (left > run.gap) {
+#pragma unroll
+            for (int i = 0; i < N; i++) chunk.words[i] = __ldcs(run.values + i);
+        }
+        if (left > other_gap) chunk.place = __ldcs(run.places);  // else any within these columns
+        if (left - SCOUT > run.gap) send_for(run.values + SCOUT * STRIDE * N);
+        if (left - SCOUT > other_gap) send_for(run.places + SCOUT * STRIDE);
     };
 
     int unit = warp / SPLIT * gridDim.x + blockIdx.x, first, last, next_first, next_last;
@@ -69,8 +92,10 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
     wait_for_others();
     look(unit, first, last);
     Run run = begin(first, last);
-    Chunk<KIND> chunk;
-    load(chunk, run);  // while x is on its way
+    Chunk<KIND> chunk, other;
+    chunk.place = other.place = (u64)base << 42;
+    int left = run.left, of_block = blockIdx.x;
+    load(chunk, run, left);  // while x is on its way
     look(unit + step, next_first, next_last);
     if (__syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width))) {  // not all of x is finite
         for (int row = blockIdx.x * WARPS + warp; row < rows; row += gridDim.x * WARPS)
@@ -80,14 +105,20 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
     }
 
     Own sums(lane);
-    int left = run.left, of_block = blockIdx.x;
-    const auto turn = [&](const Chunk<KIND> &chunk, Chunk<KIND> &ahead) {  // whether there are more
+    const auto turn = [&](const Chunk<KIND> &chunk, Chunk<KIND> &ahead) {  // whether a row ends
         const bool ends = --left == 0;
-        if (ends) run = begin(next_first, next_last);
-        else run.go_on(STRIDE);
-        load(ahead, run);
-        sums.add(chunk, shared, base, 16 * width);
-        if (!ends) return true;
+        if (ends) {
+            run = begin(next_first, next_last);
+            left = run.left;
+        } else {
+            run.values += STRIDE * N;
+            run.places += STRIDE;
+        }
+        load(ahead, run, left);
+        sums.add(chunk, origin, plane);
+        return ends;
+    };
+    const auto finish = [&] {  // whether that was all
         float total[Own::TOTALS];
         sums.add_up(lane, total);
         const int row = unit * ROWS + Own::which(lane);
@@ -108,10 +139,12 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
             __syncthreads();
         }
         sums.clear();
-        unit += step, of_block += step, left = run.left;
+        unit += step, of_block += step;
         look(unit + step, next_first, next_last);
-        return of_block < units;  // the same for all warps of a block
+        return of_block >= units;  // the same for all warps of a block
     };
-    Chunk<KIND> other;
-    while (turn(chunk, other) && turn(other, chunk)) {}
+    while (true) {
+        if (turn(chunk, other) && finish()) break;
+        if (turn(other, chunk) && finish()) break;
+    }
 }

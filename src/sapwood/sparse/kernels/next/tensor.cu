@@ -38,9 +38,8 @@ template <int KIND, int BATCH, int ROWS> struct Sums<KIND, BATCH, ROWS, true> {
     __device__ __forceinline__ static int row_of(int lane, int i) { return i * 8 + lane / 4; }
     __device__ __forceinline__ static bool writes(int lane) { return lane % (4 / ROWS) == 0; }
     // All that is in xs must be finite: zeros are multiplied too.
-    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, u32 plane) {
-        Columns<16> columns(chunk.place, base);
-        columns.now += place_of(xs);
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, u32 origin, u32 plane) {
+        Walk<16> columns(chunk.place, origin);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             const u32 column = columns[i], word = chunk.word(i / 2);
