@@ -61,6 +61,8 @@ def test_plan_by_latency(
         (("plan", NET, *SHAPE, "--budget", "flops=0.5", "--round-to", "x"), "--round-to: expected a whole number"),
         (("staircase", NET, *SHAPE, "--shares", "2"), "--shares: expected fractions"),
         (("staircase", NET, *SHAPE, "--batch", "0"), "--batch: expected a batch of at least 1"),
+        (("staircase", NET, *SHAPE, "--seconds", "0"), "seconds: expected a number of seconds above 0"),
+        (("staircase", NET, *SHAPE, "--seconds", "nan"), "seconds: expected a number of seconds above 0"),
         (("staircase", NET, *SHAPE, "--backend", "fast"), "backend: expected auto or one of"),
         (("staircase", NET, "--input", "2x4x8x8"), "it raised RuntimeError"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.measurement import clock, count, take_turns
+from sapwood.measurement import clock, count, machine, points, take_turns
 from sapwood.measurement.attention import without_copies
 from sapwood.measurement.backends import available, prepare
 from sapwood.measurement.clock import Timing, interval
 from sapwood.measurement.deployment import deploy
 from sapwood.measurement.machine import Ceilings
+from sapwood.measurement.measure import told as error_of
 from sapwood.measurement.measure import verdict
 from sapwood.measurement.packing import is_two_of_four
 from sapwood.measurement.roofline import roofline_ms
@@ -362,3 +364,22 @@ def test_lean_attention_copies_nothing() -> None:
     assert not [name for name in called if "clone" in name or "contiguous" in name]
     plain = torch.nn.Linear(2, 2)
     assert without_copies(plain) == (plain, 0)
+
+
+def test_other_programs_on_the_processors_are_told() -> None:
+    quiet = machine.Others()
+    others = machine.Others()
+    others.busy = (others.busy or 0.0) - 10.0  # as if ten seconds of work had been done by somebody else
+    time.sleep(0.6)
+    (note,) = others.note(torch.device("cpu"))
+    assert note.startswith("other programs took 100% of the processors meanwhile")
+    assert others.note(torch.device("meta")) == ()
+    quiet.busy = None  # where it cannot be known
+    assert quiet.note(torch.device("cpu")) == ()
+
+
+def test_words_for_too_little_memory() -> None:
+    for words in ("DefaultCPUAllocator: can't allocate memory: you tried ...", "not enough memory: you tried ..."):
+        assert points.told(RuntimeError(words)) == "out of memory"
+        told = str(error_of(RuntimeError(words), ((torch.zeros(2, 3),), {})))
+        assert "too little for inputs of shapes [(2, 3)]" in told and "Use a smaller batch" in told

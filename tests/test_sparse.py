@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -384,3 +387,21 @@ def test_deploy_and_bench_know_packed_layers(monkeypatch: pytest.MonkeyPatch) ->
     assert found[1][0] == "1 of 1 layers with zeros: 1 as packed"
     deployed = sw.deploy(model, x, "eager", seconds=0.2)
     assert "packed, eager" in {f.name for f in deployed.forms}
+
+
+def test_the_number_of_threads_stays(tmp_path: Path) -> None:
+    """In a process of its own: numba starts its threads once."""
+    code = """
+import torch, sapwood as sw
+torch.set_num_threads(1)
+layer = torch.nn.Linear(512, 512).eval()
+with torch.no_grad():
+    layer.weight[:, ::2] = 0
+    sw.pack(torch.nn.Sequential(layer))(torch.ones(1, 512))
+print(torch.get_num_threads())
+"""
+    if cpu.unready():
+        pytest.skip(cpu.unready())
+    plain = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain, cwd=tmp_path)
+    assert done.stdout.split() == ["1"], done.stderr[-2000:]

@@ -24,6 +24,7 @@ from sapwood.capture.run import Inputs, as_call
 from sapwood.capture.skeleton import named_tensors, unwrap
 from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.counts import batch_of
+from sapwood.measurement.measure import out_of_memory
 from sapwood.measurement.model_forms import placed, with_batch
 from sapwood.measurement.points import chosen_device, chosen_dtype
 from sapwood.pipeline.models import named_model, nearest
@@ -148,7 +149,12 @@ def on_device(meant: Subject, device: str | None, dtype: str | None, batch: int 
     number = chosen_dtype(dtype, where)
     if batch is not None and batch < 1:
         raise explain("a batch of at least 1", str(batch), "For example 64.", "--batch")
-    inputs = with_batch(meant.inputs, batch or batch_of(meant.inputs), where, number)
+    try:
+        inputs = with_batch(meant.inputs, batch or batch_of(meant.inputs), where, number)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise explain("a batch that fits into memory", f"{batch}", "Use a smaller one.", "--batch") from error
     return Subject(placed(meant.model, where, number), inputs, meant.about, meant.fresh)
 
 

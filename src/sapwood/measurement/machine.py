@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,6 +53,44 @@ def _driver() -> str:
         return next((w for w in words if w[:1].isdigit() and "." in w), "unknown")
     except OSError:
         return "unknown"
+
+
+QUIET = 0.1
+"""The share of the processors that others may take."""
+
+
+class Others:
+    """What other programs take of the processors that this one may use, from when it is made."""
+
+    def __init__(self) -> None:
+        self.busy, self.began = _busy(), (_own(), time.perf_counter())
+
+    def note(self, device: torch.device) -> tuple[str, ...]:
+        """Said where figures of a CPU may be off for it; nothing where it cannot be known."""
+        now = _busy()
+        if device.type != "cpu" or now is None or self.busy is None:
+            return ()
+        own, wall = _own() - self.began[0], time.perf_counter() - self.began[1]
+        share = (now - self.busy - own) / max(wall * len(os.sched_getaffinity(0)), 1e-9)
+        if wall < 0.5 or share <= QUIET:
+            return ()
+        told = f"other programs took {min(share, 1.0):.0%} of the processors meanwhile, and figures may be far off"
+        return (f"{told}: measure again when the machine is quiet",)
+
+
+def _busy() -> float | None:
+    """Seconds that the processors were at work, all together."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/stat") as lines:
+        mine = {f"cpu{n}" for n in os.sched_getaffinity(0)}
+        rows = [line.split() for line in lines if line.split(" ", 1)[0] in mine]
+        ticks = sum(int(n) for row in rows for place, n in enumerate(row[1:9]) if place not in (3, 4))  # idle, waiting
+        return ticks / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _own() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 @dataclass(frozen=True)

@@ -229,11 +229,17 @@ def _unsettled(timing: Timing) -> str:
     return f"noisy: the 95% interval of the median is {width:.0%} wide when the time was up"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """On a GPU, or in the words that torch has for it on a CPU."""
+    words = ("not enough memory", "can't allocate memory")
+    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or any(w in str(error) for w in words)
+
+
 def told(error: Exception, inputs: Inputs) -> SapwoodError:
     if isinstance(error, SapwoodError):
         return error
     shapes = [tuple(t.shape) for t in tensors_in(inputs)]
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    if out_of_memory(error):
         return explain("enough memory", f"too little for inputs of shapes {shapes}", "Use a smaller batch.", "measure")
     why = " ".join(str(error).split())[:200]
     return SapwoodError(

@@ -21,7 +21,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.measurement.backends import Runner
 from sapwood.measurement.clock import Timing, settle, take_turns
 from sapwood.measurement.machine import Ceilings, ceilings, describe
-from sapwood.measurement.measure import ready
+from sapwood.measurement.measure import out_of_memory, ready
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 MOST_COPIES = 64
@@ -271,7 +271,7 @@ def limits_of(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
 
 def told(error: BaseException) -> str:
     """Why a form has no result, on one line."""
-    if isinstance(error, torch.cuda.OutOfMemoryError) or "not enough memory" in str(error):
+    if out_of_memory(error):
         return "out of memory"
     if isinstance(error, SapwoodError):
         return " ".join(str(error).split())

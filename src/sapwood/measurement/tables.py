@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class OperatorTimes:
                 and not args["transposed"]
             ):
                 return self._fastest(args)
-        if self.backend in ("onnxruntime", "openvino"):
+        if self.backend in ("onnxruntime", "openvino") and find_spec("onnxruntime") is not None:
             made = onnx_operator(call.name, args)
             if made is not None:
                 return session(made[0], ((made[1],), {}))

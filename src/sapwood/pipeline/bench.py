@@ -24,7 +24,7 @@ from sapwood.measurement.forms import (
     pack_forms,
     refusal,
 )
-from sapwood.measurement.machine import Ceilings
+from sapwood.measurement.machine import Ceilings, Others
 from sapwood.measurement.model_forms import (
     Converted,
     dense_cost,
@@ -77,7 +77,7 @@ def bench_matmul(
     if min(rows, cols) < SMALLEST:
         remedy = "Products this small cost nothing but the call."
         raise explain(f"at least {SMALLEST} rows and columns", f"{rows}x{cols}", remedy, "--matmul")
-    where = chosen_device(device)
+    where, others = chosen_device(device), Others()
     product = Product(rows, cols, where, chosen_dtype(dtype, where))
     _require_room(product)
     how = _chosen_backend(backend, where, ("eager", "graph"))
@@ -104,7 +104,7 @@ def bench_matmul(
         packed.clear()
         release()
     what = {"kind": "matmul", "rows": rows, "cols": cols}
-    return _bench(what, where, product.dtype, how, seconds, points, limits)
+    return _bench(what, where, product.dtype, how, seconds, points, limits, others)
 
 
 def _products(
@@ -162,7 +162,7 @@ def bench_model(
     _require_numbers(batches, sparsities, seconds)
     if not 0 < channels < 1:
         raise explain("a fraction of the channels to keep, above 0 and below 1", f"{channels:g}", "", "--channels")
-    where = _device_for(device, backend)
+    where, others = _device_for(device, backend), Others()
     number = chosen_dtype(dtype, where)
     how = _chosen_backend(backend, where, tuple(BACKENDS))
     call, total = as_call(inputs), len(batches) * len(sparsities)
@@ -193,7 +193,7 @@ def bench_model(
         release()
     shapes = [list(t.shape) for t in tensors_in(call)]
     what = {"kind": "model", "model": name or type(model).__name__, "inputs": shapes, "channels": channels}
-    return _bench(what, where, number, how, seconds, points, limits)
+    return _bench(what, where, number, how, seconds, points, limits, others)
 
 
 def _require_runs(model: nn.Module, inputs: Inputs) -> None:
@@ -229,7 +229,7 @@ class _ModelForms:
 
     def make(self, with_half: bool) -> dict[str, str]:
         """Mask and convert; what cannot be, and why."""
-        skipped: dict[str, str] = {}
+        skipped = {"BSR": "zeros of a model lie anywhere; blocks are measured with --matmul"}
         try:
             zeros = self._masked(budget=Budget(sparsity=self.sparsity))
             self.plain["zeros"] = zeros
@@ -301,11 +301,14 @@ def _bench(
     seconds: float,
     points: list[Point],
     limits: Ceilings | None,
+    others: Others,
 ) -> Bench:
     if not any(p.rows for p in points):
         raise SapwoodError(f"bench: expected dense to run at one point at least; {points[0].skipped['dense']}")
     name = str(dtype).removeprefix("torch.")
-    notes = () if limits is not None else ("the machine's ceilings could not be measured: no estimates",)
+    notes = others.note(device)
+    if limits is None:
+        notes = ("the machine's ceilings could not be measured: no estimates", *notes)
     return Bench(what, str(device), name, backend, seconds, tuple(points), about(device), limits, notes)
 
 

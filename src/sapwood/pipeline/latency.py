@@ -278,6 +278,6 @@ class LatencyPlanner(Planner):
             time.sleep(1.0)  # what disturbs may pass
         raise SapwoodError(
             f"latency: expected medians that are certain within 3%, and a dense model that takes as long as before; "
-            f"got ±{unsure:.0%}, and {moved:.0%} more or less, on {name_of(self.device)} after 27 seconds. The machine "
+            f"got ±{unsure:.1%}, and {moved:.0%} more or less, on {name_of(self.device)} after 27 seconds. The machine "
             "is too noisy to decide: close what else runs on it, or use a larger batch."
         )

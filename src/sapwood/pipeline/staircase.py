@@ -17,7 +17,8 @@ from sapwood.measurement.backends import device_of
 from sapwood.measurement.clock import Timing, take_turns
 from sapwood.measurement.counts import batch_of
 from sapwood.measurement.deployment import Deployed, deploy
-from sapwood.measurement.machine import describe
+from sapwood.measurement.machine import Others, describe
+from sapwood.measurement.measure import require_seconds
 from sapwood.pipeline.prune import make_plan
 from sapwood.surgery.cut import cut
 from sapwood.types import Budget, Tell
@@ -64,7 +65,8 @@ def staircase(
     """Cut the same share of every group, from little to much, and measure each in turns with the dense model."""
     if not shares or not all(0 < s < 1 for s in shares):
         raise explain("shares of the channels above 0 and below 1", repr(shares), "For example 0.5.", "staircase")
-    model, call = require_plain(model), as_call(inputs)
+    require_seconds(seconds)
+    model, call, others = require_plain(model), as_call(inputs), Others()
     device = device_of(model, call)
     say = tell or (lambda what, done, of: None)
     say("the dense model", 0, len(shares) + 1)
@@ -86,6 +88,7 @@ def staircase(
         stairs.append(Stair(kept, left["flops"] / left["dense_flops"], times["cut"], cliff_of(stairs, times["cut"])))
         notes += [n for n in small.notes if "failed" in n and n not in notes]
     say("done", len(shares) + 1, len(shares) + 1)
+    notes += others.note(device)
     return Staircase(tuple(stairs), dense.form, batch_of(call), describe(device), tuple(notes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from sapwood.measurement.measure import verdict
+from sapwood.measurement.measure import NOISY, verdict
 from sapwood.pipeline.staircase import Stair, Staircase
 
 WIDE = 30
@@ -40,16 +40,26 @@ def stairs_words(found: Staircase) -> list[str]:
     """What the curve says."""
     half = min(found.stairs[1:], key=lambda s: abs(s.channels - 0.5))
     lines = [f"{half.channels:.0%} of the channels ({half.flops:.0%} of the FLOPs): {verdict(half.timing)}."]
-    cliffs = [s for s in found.stairs if s.cliff]
+    cliffs, unsure = [s for s in found.stairs if s.cliff], [s for s in found.stairs if _noisy(s)]
+    if unsure:
+        told = "; ".join(
+            f"{s.channels:.0%} between {s.timing.speed_low:.2f} and {s.timing.speed_high:.2f} times the speed of dense"
+            for s in unsure
+        )
+        lines.append(f"Too noisy to find all cliffs: {told}.")
     if cliffs:
         told = "; ".join(f"{s.channels:.0%} is {s.cliff}" for s in cliffs)
         lines.append(f"Cliffs: {told}. Avoid them with round_to='auto' or a latency budget.")
-    else:
+    elif not unsure:
         lines.append("No cliffs: every narrower model is at least as fast as the wider ones.")
     slower = [s for s in found.stairs if _slower(s)]
     if slower:
         lines.append(f"Slower than dense: {', '.join(f'{s.channels:.0%}' for s in slower)} of the channels.")
     return lines + [f"Note: {note}." for note in found.notes]
+
+
+def _noisy(stair: Stair) -> bool:
+    return (stair.timing.speed_high - stair.timing.speed_low) / 2 > NOISY * stair.timing.speed
 
 
 def _slower(stair: Stair) -> bool:

@@ -42,6 +42,7 @@ def _numba() -> tuple[Any, Any]:
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     """x [batch, columns] times the weight; all that is in x must be finite."""
+    threads = torch.get_num_threads()
     numba, kernels = _numba()
     rows, columns = packed.shape
     if packed.by_kind:
@@ -55,9 +56,11 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     values = packed.values.view(torch.int16).numpy().view(np.uint16) if half else packed.values.numpy()
     out = np.empty((rows, batch), np.float32)
     many = packed.values.numel() * batch >= SMALL
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if many else 1)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS) if many else 1)
     kernel = kernels.single if batch == 1 else kernels.several
     kernel(values, packed.places.numpy(), packed.starts.numpy(), wide.numpy(), out, tiles_of(columns))
+    if torch.get_num_threads() != threads:  # numba's first call starts all threads of a runtime that torch shares
+        torch.set_num_threads(threads)
     made = torch.from_numpy(out)[:, : len(x)].t()
     if bias is not None:
         made = made + bias
