@@ -417,6 +417,19 @@ def test_narrower_layers_are_tried_where_all_plans_are_too_slow(by_formula: Call
     assert 0.97 <= clock.ms(sw.cut(model, plan)) / clock.ms(model) / 0.012 <= 1.03
 
 
+def test_the_narrowest_is_tried_before_it_is_said_that_nothing_will_do(
+    by_formula: Callable[[Clock], Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far predictions are off: here they hold the wide models for fast and the narrow ones for slow."""
+    clock, model = by_formula(Clock()), chain(128)
+    widest = lambda self: [len(c) - 2 for c in self.choices]  # noqa: E731
+    monkeypatch.setattr(latency.Prediction, "best", lambda self, limit: self.counts(widest(self)))
+    monkeypatch.setattr(latency.Prediction, "fastest", widest)
+    plan = sw.make_plan(model, X, sw.Budget(latency=0.3))
+    assert clock.ms(sw.cut(model, plan)) <= 0.3 * clock.ms(model)
+    assert any("below the budget" in note for note in plan.notes)
+
+
 def test_a_noisy_machine_gives_no_plan(by_formula: Callable[[Clock], Clock]) -> None:
     clock = by_formula(Clock(noise=0.2))
     with pytest.raises(sw.SapwoodError, match="too noisy to decide"):

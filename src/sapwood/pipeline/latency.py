@@ -92,7 +92,9 @@ class LatencyPlanner(Planner):
         if self._seen != dict(self.barred):
             self.near = None  # it may cut what must now stay whole
             self.prediction, self._seen = self._predict(), dict(self.barred)
-        counts = self.prediction.best(self.limit)
+        return self._plan_of(self.prediction.best(self.limit))
+
+    def _plan_of(self, counts: list[int]) -> Plan:
         about = describe(self.budget, "latency", self.options["round_to"], self.options["score_name"])
         return plan_of_counts(self.trace, self.scores, counts, about, self.barred)
 
@@ -110,10 +112,28 @@ class LatencyPlanner(Planner):
                 if go_near(target) and self._search(fails, target):
                     break
         below = [plan for share, plan in self._by_share() if share <= 1]
-        if below and not any(t.share(self.budget) <= 1 + CLOSE for t in self.tried):
+        if below and not self._fits():
             self._timed(below[-1])  # so far only guessed at
+        if not self._fits() and self._try_least(fails):
+            self._search(fails, target)
         self.told("measuring cut models", 1, 1)
         return self._best(self.tried)
+
+    def _fits(self) -> bool:
+        return any(t.share(self.budget) <= 1 + CLOSE for t in self.tried)
+
+    def _try_least(self, fails: Fails) -> bool:
+        """The plan that should be fastest, and the narrowest, before it is said that none will do; whether one does."""
+        for choice in (self.prediction.fastest(), [0] * len(self.prediction.choices)):
+            plan = self._plan_of(self.prediction.counts(choice))
+            if self._known(plan) is None and plan.groups and not fails(plan):
+                self._timed(plan)
+                self.drafted.append(plan)
+        if not self._fits():
+            return False
+        nearest = [plan for share, plan in self._by_share() if share <= 1 + CLOSE][-1]
+        self._go_near(nearest, Near(self._counts(nearest), upwards=True))
+        return True
 
     def _search(self, fails: Fails, target: float) -> bool:
         """Bisect from the limit on, by what the clock says; whether a plan came close."""
