@@ -383,3 +383,11 @@ def test_words_for_too_little_memory() -> None:
         assert points.told(RuntimeError(words)) == "out of memory"
         told = str(error_of(RuntimeError(words), ((torch.zeros(2, 3),), {})))
         assert "too little for inputs of shapes [(2, 3)]" in told and "Use a smaller batch" in told
+
+
+def test_dtype_and_layout_are_those_of_the_weights() -> None:
+    words = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).to(torch.bfloat16).eval()
+    found = sw.measure(words, torch.zeros(1, 3, dtype=torch.int64), seconds=0.05)
+    assert (found.dtype, found.layout) == ("bfloat16", "contiguous")
+    images = nn.Conv2d(3, 8, 3).eval().to(memory_format=torch.channels_last)
+    assert sw.measure(images, torch.zeros(1, 3, 8, 8), seconds=0.05).layout == "channels_last"

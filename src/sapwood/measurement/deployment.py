@@ -251,7 +251,7 @@ def _try(
         model, notes = build()
         runner = prepare(model, inputs, backend)
         if runner.backend != backend:
-            return runner.notes[0]
+            return runner.notes[0].removesuffix("; run eagerly instead")
         runner.notes = (*notes, *runner.notes)
         runner.run = judge.in_shape(runner.run)
         args, kwargs = copied(inputs)

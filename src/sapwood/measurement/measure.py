@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -134,7 +135,7 @@ def compare(
         times = take_turns({n: r.call for n, r in runners.items()}, seconds, device=device, lead=1)
     rows = []
     for name, runner in runners.items():
-        dtype, layout = _form(call)
+        dtype, layout = _form(models[name], call)
         about = describe(device)
         notes = runner.notes if times[name].settled else (*runner.notes, _unsettled(times[name]))
         rows.append(
@@ -214,14 +215,21 @@ def _resident(key: str) -> int | None:
     return None
 
 
-def _form(inputs: Inputs) -> tuple[str, str]:
-    """The dtype and layout of the inputs, which the model's follow."""
-    first = next((t for t in tensors_in(inputs)), None)
-    if first is None:
+def _form(model: nn.Module, inputs: Inputs) -> tuple[str, str]:
+    """The dtype of most weights, or of the inputs where there are none, and the layout of inputs or kernels."""
+    weights, given = [p for p in model.parameters() if p.is_floating_point()], list(tensors_in(inputs))
+    if not weights and not given:
         return "none", "none"
-    channels_last = first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last)
-    plain = first.is_contiguous() and not (channels_last and first.shape[1] > 1)
-    return str(first.dtype).removeprefix("torch."), "contiguous" if plain else "channels_last"
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        sizes[weight.dtype] += weight.numel()
+    dtype = sizes.most_common(1)[0][0] if sizes else given[0].dtype
+    last = any(_channels_last(t) for t in (*given[:1], *weights))
+    return str(dtype).removeprefix("torch."), "channels_last" if last else "contiguous"
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _unsettled(timing: Timing) -> str:

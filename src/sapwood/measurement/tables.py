@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class OperatorTimes:
 
     def __post_init__(self) -> None:
         about = {**describe(self.device), "backend": self.backend, "format": FORMAT}
+        if self.backend in ("onnxruntime", "openvino"):
+            with contextlib.suppress(PackageNotFoundError):
+                about["onnxruntime"] = version("onnxruntime")  # which times the operators of both
         if self.device.type == "cuda":
             about["backend"] = "graph"  # compiled or not, single operators are timed in graphs
             if not triton_works(self.device):
