@@ -149,12 +149,13 @@ def on_device(meant: Subject, device: str | None, dtype: str | None, batch: int 
     number = chosen_dtype(dtype, where)
     if batch is not None and batch < 1:
         raise explain("a batch of at least 1", str(batch), "For example 64.", "--batch")
+    size = batch or batch_of(meant.inputs)
     try:
-        inputs = with_batch(meant.inputs, batch or batch_of(meant.inputs), where, number)
+        inputs = with_batch(meant.inputs, size, where, number)
     except Exception as error:
         if not out_of_memory(error):
             raise
-        raise explain("a batch that fits into memory", f"{batch}", "Use a smaller one.", "--batch") from error
+        raise explain("a batch that fits into memory", f"{size}", "Use a smaller one.", "--batch") from error
     return Subject(placed(meant.model, where, number), inputs, meant.about, meant.fresh)
 
 

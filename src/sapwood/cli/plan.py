@@ -60,8 +60,15 @@ def plan(
         elif meant.fresh:
             remark("no --weights were given, freshly initialised ones are scored.")
     measured = limit.kind == "latency" or step == "auto"
-    if not measured and (unused := [n for n, v in _for_latency(device, dtype, batch, backend) if v]):
-        remark(f"{', '.join(unused)} {'says' if len(unused) == 1 else 'say'} nothing to a budget of {limit.kind}.")
+    given = {
+        "--device": device,
+        "--dtype": dtype,
+        "--batch": batch,
+        "--backend": backend if backend != "auto" else None,
+    }
+    unused = [name for name, value in given.items() if value is not None]
+    if unused and not measured:
+        remark(f"{', '.join(unused)}: nothing is measured for a budget of {limit.kind}, so this makes no difference.")
     with following(as_json or not measured) as tell:
         where = on_device(meant, device, dtype, batch) if measured else meant
         made = make_plan(
@@ -79,11 +86,6 @@ def plan(
         *(f"Note: {note}." for note in made.notes),
         f"Wrote {out}. Next: sapwood cut {file} --plan {out}",
     )
-
-
-def _for_latency(*given: Any) -> list[tuple[str, bool]]:
-    """Which options were given that only measuring heeds."""
-    return [(n, v is not None and v != "auto") for n, v in zip(("--device", "--dtype", "--batch", "--backend"), given)]
 
 
 def write_plan(path: Path, meant: Subject, made: Plan) -> None:

@@ -25,6 +25,7 @@ from sapwood.measurement.forms import (
     refusal,
 )
 from sapwood.measurement.machine import Ceilings, Others
+from sapwood.measurement.measure import out_of_memory
 from sapwood.measurement.model_forms import (
     Converted,
     dense_cost,
@@ -201,9 +202,10 @@ def _require_runs(model: nn.Module, inputs: Inputs) -> None:
     try:
         with torch.no_grad():
             model(*inputs[0], **inputs[1])
-    except torch.cuda.OutOfMemoryError:
-        release()
     except Exception as error:
+        if out_of_memory(error):
+            release()
+            return
         shapes = " and ".join("x".join(map(str, t.shape)) for t in tensors_in(inputs))
         dtype = next((str(t.dtype) for t in tensors_in(inputs)), "").removeprefix("torch.")
         remedy = "Check --input and --dtype: the first size is the batch."

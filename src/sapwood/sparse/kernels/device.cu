@@ -61,17 +61,14 @@ __device__ __forceinline__ void store_matrices(const u32 (&x)[4], void *to, u32 
 }
 
 // Four matrices [8 x 8] of 16-bit numbers, turned; each lane says where a row of 16 bytes lies.
-__device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"((u32)__cvta_generic_to_shared(from) + offset));
-}
-
 __device__ __forceinline__ u32 place_of(const void *in_shared) { return (u32)__cvta_generic_to_shared(in_shared); }
 __device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(at));
+}
+__device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
+    read_matrices(x, place_of(from) + offset);
 }
 
 // Shared memory by place.
