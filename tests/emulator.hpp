@@ -144,9 +144,9 @@ template <int KIND> static u32 spoil(u32 sum, u32 two) {
     return sum;
 }
 static long fetched, cycles;  // matrices, and what they took: banks that are met twice cost one more
-static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
+static void read_matrices(u32 (&x)[4], u32 at) {
     Warp &warp = warps[current / 32];
-    warp.from[current % 32] = (u32)(static_cast<const unsigned char *>(from) - shared_bytes) + offset;
+    warp.from[current % 32] = at;
     together([](Warp &w) {
         for (int m = 0; m < 4; m++) {
             std::vector<u32> rows(w.from + 8 * m, w.from + 8 * m + 8), apart = rows;
@@ -166,7 +166,6 @@ static void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
     for (int m = 0; m < 4; m++) x[m] = warp.found[current % 32][m];
 }
 static u32 place_of(const void *in_shared) { return (u32)(static_cast<const unsigned char *>(in_shared) - shared_bytes); }
-static void read_matrices(u32 (&x)[4], u32 at) { fetch_matrices(x, shared_bytes, at); }
 template <class T> static T read_at(u32 at) {
     if (at % sizeof(T) || at + sizeof(T) > (u32)room) fail("reads where nothing is");
     T value;

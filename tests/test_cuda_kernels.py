@@ -18,14 +18,12 @@ from sapwood.sparse import cuda
 from sapwood.sparse.format import Packed, pack_weight
 
 HERE = Path(__file__).parent
-NAMES = [
-    *("sparse_linear<0, 1, 16, 16>", "sparse_linear<1, 8, 1, 32>", "sparse_linear<0, 16, 2, 32>"),
-    *("sparse_rows<0, 1, 1, 16, 16>", "sparse_rows<1, 2, 4, 1, 32>", "sparse_rows<0, 4, 2, 1, 32>"),
-    *("sparse_rows<1, 8, 1, 1, 32>", "sparse_rows<1, 8, 4, 1, 32>", "sparse_rows<1, 8, 2, 1, 32>"),
-    *("sparse_rows<0, 16, 4, 1, 32>", "sparse_rows<0, 16, 1, 2, 32>", "sparse_rows<2, 4, 1, 2, 32>"),
-    "sparse_rows<2, 8, 4, 1, 32>",
-    *("sum_parts<0>", "sum_parts<1>", "sum_parts<2>", "unpack<0>", "unpack<2>"),
-]
+SHAPES = (
+    *("0, 1, 1, 16, 16, 2, 1", "1, 2, 4, 1, 16, 1, 3", "0, 4, 2, 1, 16, 1, 2", "1, 8, 1, 1, 16, 1, 2"),
+    *("1, 8, 4, 1, 16, 1, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "0, 16, 1, 2, 16, 1, 2"),
+    *("2, 4, 1, 2, 16, 1, 2", "2, 8, 4, 1, 16, 1, 2"),
+)
+NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>"]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
 NEAR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
@@ -35,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_rows", "unpack")}
+    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "unpack")}
     parts = [f"namespace in_{name} {{\n{_read(files)}\n}}\nusing in_{name}::{name};" for name, files in apart.items()]
     text = "\n".join([_read(("common.cu",)), *parts, "using in_unpack::sum_parts;"])
     calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
@@ -96,6 +94,8 @@ def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
     )
     cuda._most.cache_clear()
+    monkeypatch.setattr(cuda, "WAYS", {1: (16, 2, 1), 2: (16, 1, 3), **dict.fromkeys((4, 8, 16), (16, 1, 2))})
+    monkeypatch.setattr(cuda, "WAYS_FOR_FEW", {})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
 
@@ -120,18 +120,16 @@ def _require_near(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    ("next_", "kind", "batch", "at_once", "split"),
+    ("kind", "batch", "at_once", "split"),
     [
-        *[(False, 0, 1, 1, 16), (False, 1, 7, 1, 1), (False, 0, 16, 1, 2)],
-        *[(True, 0, 1, 1, 16), (True, 1, 2, 4, 1), (True, 0, 3, 2, 1), (True, 1, 7, 1, 1), (True, 1, 8, 4, 1)],
-        *[(True, 1, 5, 2, 1), (True, 0, 16, 4, 1), (True, 0, 13, 1, 2), (True, 2, 4, 1, 2), (True, 2, 7, 4, 1)],
+        *[(0, 1, 1, 16), (1, 2, 4, 1), (0, 3, 2, 1), (1, 7, 1, 1), (1, 8, 4, 1)],
+        *[(1, 5, 2, 1), (0, 16, 4, 1), (0, 13, 1, 2), (2, 4, 1, 2), (2, 7, 4, 1)],
     ],
 )
 def test_products_agree_with_dense_ones(
-    next_: bool, kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch
+    kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "NEXT", next_)
-    monkeypatch.setattr(cuda, "_shared", lambda rows, processors: (at_once, split))  # as compiled above
+    monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (at_once, split))  # as compiled above
     torch.manual_seed(batch)
     chance = random.Random(batch)
     for _ in range(6):
@@ -151,7 +149,7 @@ def test_products_agree_with_dense_ones(
 
 @pytest.mark.usefixtures("on_cpu")
 def test_chunks_by_kind_seldom_meet_the_same_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_shared", lambda rows, processors: (1, 1))
+    monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (1, 1))
     x, weight = torch.randn(8, 4096).half(), _weight(64, 4096, 0.8, torch.float16)
     cycles = {}
     for by_kind in (False, True):

@@ -23,10 +23,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-@pytest.fixture(params=["started early", "in turn", "next"], autouse=True)
+@pytest.fixture(params=["started early", "in turn"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(nvrtc, "EARLY", request.param != "in turn")
-    monkeypatch.setattr(cuda, "NEXT", request.param == "next")
     return str(request.param)
 
 

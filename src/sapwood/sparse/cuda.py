@@ -15,22 +15,22 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
-    "sparse_rows": ("device.cu", "common.cu", "next/columns.cu", "next/tensor.cu", "next/linear.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
-WIDE = 2
-"""From so many rows of x on, one block for a multiprocessor instead of two: x is then read by half as many."""
-NEXT = False
-"""Whether the kernels in ``next`` are used; off until measured."""
+WAYS = {1: (16, 2, 2), 2: (32, 1, 2), 4: (32, 1, 1), 8: (32, 1, 2), 16: (20, 1, 2)}
+"""For rows of x: warps of a block, blocks of a multiprocessor, sets of chunks that a warp has at a time."""
+FEW, WAYS_FOR_FEW = 32, {1: (16, 2, 1), 2: (32, 1, 1), 8: (16, 1, 2), 16: (16, 1, 2)}
+"""With fewer rows of W for a multiprocessor than the first, the second, where they differ."""
 EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
-BUSY, MANY = 24, 20
-"""Warps that a multiprocessor should have: with fewer rows than the first, warps share a row; a warp takes two or four
-rows at once as long as there are as many as the second."""
+ROOM = 128 * 1024
+"""Bytes of x that a block has at most: each reads them all before it starts."""
+FULL = 0.9
+"""A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def _most(device: int, size: int) -> int:
 def _room(device: int, batch: int) -> int:
     """Bytes of shared memory for columns of x."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) - 1024 - 128 * batch
+    return min(ROOM, int(properties.shared_memory_per_block_optin) - 1024 - 128 * batch)
 
 
 def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -82,28 +82,29 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     padded = 1 << (batch - 1).bit_length()
     padded = max(padded, 8) if batch >= EIGHT and size == 2 else padded
     properties: Any = torch.cuda.get_device_properties(device)
-    processors, tiles = properties.multi_processor_count, tiles_of(columns)
+    processors = properties.multi_processor_count
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
-    two = 2 * (needed + 64 * padded + 1024) <= properties.shared_memory_per_multiprocessor
-    warps = 16 if two and batch < WIDE else 32
+    warps, per, depth = WAYS[padded]
+    if rows * parts < FEW * processors:
+        warps, per, depth = WAYS_FOR_FEW.get(padded, WAYS[padded])
+    if per * (needed + 64 * padded + 1024) > properties.shared_memory_per_multiprocessor:
+        per = 1
+    blocks = max(1, per * processors // parts)
+    at_once, split = _shared(rows, blocks, warps)
+    units = -(-rows // at_once)
+    active = warps // split * split if split > 1 else -(-units // (blocks * -(-units // (blocks * warps))))
+    blocks = min(blocks, -(-units * split // active))
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    at_once, split = _shared(rows * parts, processors) if NEXT else (1, _shared(rows * parts, processors)[1])
-    blocks = -(-rows * split // (at_once * warps))
-    if split == 1:
-        if NEXT:  # rows go round the blocks: as many of these as there is room for
-            blocks = -(-rows // at_once)
-        blocks = min(blocks, max(1, 32 // warps * processors // parts))
-    given: tuple[Any, ...] = (*tensors, rows, columns, tiles, batch, here)
-    name = f"sparse_linear<{kind}, {padded}, {split}, {warps}>"
-    if NEXT:
-        given, name = (*given, len(packed.places)), f"sparse_rows<{kind}, {padded}, {at_once}, {split}, {warps}>"
-    _kernel(name, device)((blocks, parts), 32 * warps, needed + 4 * warps * padded, given)
+    sizes = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
+    name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {depth}>"
+    threads = 32 * (active if split > 1 else warps)
+    _kernel(name, device)((blocks, parts), threads, needed + 4 * warps * padded, (*tensors, *sizes))
     if partial is not None:
         count = batch * rows
-        sizes = (parts, rows, ctypes.c_longlong(count))
-        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, (partial, bias, out, *sizes))
+        totals = (partial, bias, out, parts, rows, ctypes.c_longlong(count))
+        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, totals)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:
@@ -120,12 +121,12 @@ def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:
     return parts, -(-tiles // parts)
 
 
-def _shared(rows: int, processors: int) -> tuple[int, int]:
+def _shared(rows: int, blocks: int, warps: int) -> tuple[int, int]:
     """How many rows a warp has at once, or how many warps share a row."""
     at_once = split = 1
-    while at_once < 4 and rows >= 2 * at_once * MANY * processors:
+    while at_once < 4 and rows >= 2 * at_once * blocks * warps * FULL:
         at_once *= 2
-    while split < 16 and rows * split < BUSY * processors:
+    while split < 16 and 2 * split <= warps and rows * split < blocks * warps * FULL:
         split *= 2
     return at_once, split
 

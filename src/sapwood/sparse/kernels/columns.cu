@@ -1,29 +1,46 @@
 // Rows of x in shared memory, and products of chunks with their columns.
 
+template <int KIND> constexpr u32 INFINITE = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
 template <int KIND, int BATCH> constexpr int BYTES = sizeof(typename Kind<KIND>::Raw) * BATCH;  // of a column
+// Columns of more than 16 bytes lie in several planes, so that columns of different kinds meet different banks.
+template <int KIND, int BATCH> constexpr int PLANES = BYTES<KIND, BATCH> > 16 ? BYTES<KIND, BATCH> / 16 : 1;
+template <int KIND, int BATCH> constexpr int WIDE = BYTES<KIND, BATCH> / PLANES<KIND, BATCH>;
 
-// Where 16 bytes of a column lie, of several: turned about, so that columns of the same kind meet different banks.
-template <int SLOTS> __device__ __forceinline__ u32 slot(u32 column, int i) {
-    return column + 16 * (i ^ ((column >> 7) & (SLOTS - 1)));
-}
+// Where the columns of a chunk lie in shared memory, one after the other. ``origin``: where column 0 of W would.
+template <int BYTES> struct Walk {
+    static constexpr int SHIFT = BYTES == 2 ? 9 : BYTES == 4 ? 8 : BYTES == 8 ? 7 : 6;
+    u64 place;
+    u32 now, step;
 
-// What lies there: a column of x, of all rows of the batch.
-template <int KIND, int BATCH> __device__ __forceinline__ void gather(const void *xs, u32 column, float (&x)[BATCH]) {
-    constexpr int WIDE = BYTES<KIND, BATCH>;
-    const char *at = reinterpret_cast<const char *>(xs) + column;
-    if constexpr (WIDE <= 2) x[0] = widen<KIND>(*reinterpret_cast<const u16 *>(at));
-    else if constexpr (KIND == 2 && BATCH == 1) x[0] = *reinterpret_cast<const float *>(at);
+    __device__ __forceinline__ Walk(u64 place, u32 origin) : place(place) {
+        const u32 high = (u32)(place >> 32);
+        // No chunk says column 0, which may lie before all that is there.
+        now = max((int)(((high & 0x3ffffc00u) >> SHIFT) + origin), (int)place_of(shared));
+        step = high & 0x40000000u ? 8 * BYTES : BYTES;
+    }
+    __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
+        const u32 low = (u32)place, high = (u32)(place >> 32);
+        if (i) now += (i <= 5 ? low >> 6 * (i - 1) : i == 6 ? (u32)(place >> 30) : high >> 4) % 64 * step;
+        return now;
+    }
+};
+
+// What lies there: a column of x, of all rows of the batch. ``plane``: the bytes of one.
+template <int KIND, int BATCH>
+__device__ __forceinline__ void gather(u32 at, u32 plane, float (&x)[BATCH]) {
+    if constexpr (BYTES<KIND, BATCH> <= 2) x[0] = widen<KIND>(read2(at));
+    else if constexpr (KIND == 2 && BATCH == 1) x[0] = __uint_as_float(read4(at));
     else {
-        constexpr int WORDS = WIDE / 4;
+        constexpr int WORDS = BYTES<KIND, BATCH> / 4;
         u32 w[WORDS];
-        if constexpr (WORDS == 1) w[0] = *reinterpret_cast<const u32 *>(at);
+        if constexpr (WORDS == 1) w[0] = read4(at);
         else if constexpr (WORDS == 2) {
-            const uint2 v = *reinterpret_cast<const uint2 *>(at);
+            const uint2 v = read8(at);
             w[0] = v.x, w[1] = v.y;
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 v = *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(xs) + slot<WORDS / 4>(column, i));
+                const uint4 v = read16(at + i * plane);
                 w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
             }
         }
@@ -55,36 +72,71 @@ template <int BATCH, int FIRST = 16> __device__ __forceinline__ float reduce(flo
     return sum[0];
 }
 
-// The sums of a warp over its part of a row of W, for BATCH rows of x.
-template <int KIND, int BATCH, bool TENSOR> struct Sums {
-    static constexpr int TOTALS = 1, LANES = 32 / BATCH;  // that a lane has in the end, and lanes that have the same
+// The sums of a warp over its part of so many rows of W, for BATCH rows of x.
+template <int KIND, int BATCH, int ROWS, bool TENSOR> struct Sums {
+    static constexpr int TOTALS = 1, LANES = 32 / ROWS, ALIKE = LANES / BATCH;  // lanes that have the same in the end
+    static_assert(ALIKE >= 1, "");
     float sum[BATCH];
 
     __device__ __forceinline__ Sums(int) { clear(); }
-    __device__ __forceinline__ static int row_of(int lane, int) { return lane / LANES; }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int b = 0; b < BATCH; b++) sum[b] = 0;
     }
-    __device__ __forceinline__ static void load(Chunk<KIND> &chunk, const void *values, const u64 *places, int from,
-                                                int last, int lane, u32) {
-        if (from + lane < last) chunk.load(values, places, from + lane);
-    }
-    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, const void *xs, u32 base, int from, int last,
-                                        int lane) {
-        if (from + lane >= last) return;
-        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+    __device__ __forceinline__ static int which(int lane) { return lane / LANES; }
+    __device__ __forceinline__ static int row_of(int lane, int) { return lane % LANES / ALIKE; }
+    __device__ __forceinline__ static bool writes(int lane) { return lane % ALIKE == 0; }
+    __device__ __forceinline__ void add(const Chunk<KIND> &chunk, u32 origin, u32 plane) {
+        Walk<WIDE<KIND, BATCH>> columns(chunk.place, origin);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             float x[BATCH];
-            gather<KIND, BATCH>(xs, columns[i], x);
+            gather<KIND, BATCH>(columns[i], plane, x);
             const float w = chunk.value(i);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) sum[b] = fmaf(w, x[b], sum[b]);
         }
     }
-    __device__ __forceinline__ void add_up(int lane, float (&total)[TOTALS]) { total[0] = reduce<BATCH>(sum, lane); }
+    __device__ __forceinline__ void add_up(int lane, float (&total)[TOTALS]) {
+        total[0] = reduce<BATCH, LANES / 2>(sum, lane);
+    }
 };
+
+// The same for columns of 16 bytes and more, if there is nothing left over: 32 columns of eight rows at a time, which
+// a warp loads row by row and stores column by column. Lanes take their words in turn, so that no bank is met twice.
+template <int KIND, int BATCH>
+__device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch, int columns, int base, int width) {
+    constexpr int EIGHTS = BATCH / 8, AT_ONCE = 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, turn = lane % 4;
+    const int to = lane % 8 / 2 * 8 + (lane / 8 + lane % 8 / 2) % 4 * 2 + lane % 2;  // the column that a lane stores
+    const u16 *from = reinterpret_cast<const u16 *>(x) + base + 8 * turn;
+    const int units = width / 32 * EIGHTS;
+    u32 spoilt = 0;
+    for (int unit = warp; unit < units; unit += AT_ONCE * warps) {
+        uint4 got[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int own = unit + i * warps, b = own % EIGHTS * 8 + lane / 4;
+            got[i] = make_uint4(0, 0, 0, 0);
+            if (own < units && b < batch)
+                got[i] = *reinterpret_cast<const uint4 *>(from + (long long)b * columns + own / EIGHTS * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int own = unit + i * warps;
+            if (own >= units) break;
+            u32 w[4] = {got[i].x, got[i].y, got[i].z, got[i].w}, turned[4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) spoilt = spoil<KIND>(spoilt, w[m]);
+#pragma unroll
+            for (int m = 0; m < 4; m++) turned[m] = turn & 1 ? w[(m + 1) % 4] : w[m];
+#pragma unroll
+            for (int m = 0; m < 4; m++) w[m] = turn & 2 ? turned[(m + 2) % 4] : turned[m];
+            store_matrices(w, xs, own % EIGHTS * 16 * width + (own / EIGHTS * 32 + to) * 16);
+        }
+    }
+    return (spoilt & 0x7fffu) > INFINITE<KIND> || (spoilt >> 16 & 0x7fffu) > INFINITE<KIND>;
+}
 
 // x into shared memory, column by column; whether any of it is infinite or no number.
 template <int KIND, int BATCH>
@@ -92,8 +144,11 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
     typedef typename Kind<KIND>::Raw Raw;
     Raw *to = reinterpret_cast<Raw *>(xs);
     const Raw *from = reinterpret_cast<const Raw *>(x);
-    constexpr u32 TOP = KIND == 0 ? 0x7f80u : KIND == 1 ? 0x7c00u : 0x7f800000u;
+    constexpr u32 TOP = INFINITE<KIND>;
     bool bad = false;
+    if constexpr (TURNS && KIND != 2 && BATCH >= 8)
+        if (columns % 8 == 0 && width % 32 == 0 && (reinterpret_cast<u64>(from) & 15) == 0)
+            return fetch_turned<KIND, BATCH>(xs, x, batch, columns, base, width);
     if constexpr (BATCH == 1) {
         constexpr int MANY = 16 / sizeof(Raw);
         if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
@@ -111,19 +166,17 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
         }
     }
     const auto store = [&](int c, const Raw (&got)[BATCH]) {
-        char *at = reinterpret_cast<char *>(xs) + c * BYTES<KIND, BATCH>;
+        char *at = reinterpret_cast<char *>(xs) + c * WIDE<KIND, BATCH>;
         if constexpr (BYTES<KIND, BATCH> >= 16) {
-            constexpr int SLOTS = BYTES<KIND, BATCH> / 16;
 #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
+            for (int i = 0; i < PLANES<KIND, BATCH>; i++) {
                 u32 word[4];
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
                     if constexpr (KIND == 2) word[w] = got[4 * i + w];
                     else word[w] = got[8 * i + 2 * w] | (u32)got[8 * i + 2 * w + 1] << 16;
                 }
-                *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(xs) + slot<SLOTS>(c * BYTES<KIND, BATCH>, i)) =
-                    make_uint4(word[0], word[1], word[2], word[3]);
+                *reinterpret_cast<uint4 *>(at + i * 16 * width) = make_uint4(word[0], word[1], word[2], word[3]);
             }
         } else {
 #pragma unroll
@@ -176,38 +229,43 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
 
 __device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// As a dense product has it: a zero of W times what is not finite is nan. Fillers are no zeros of W.
+// A row as a dense product has it: a zero of W times what is not finite is nan. Fillers are no zeros of W.
 template <int KIND, int BATCH>
-__device__ __noinline__ void careful(const void *values, const u64 *places, int first, int last, const void *xs,
-                                     int base, int width, int part, int stride, float (&sum)[BATCH]) {
-    const int lane = threadIdx.x % 32;
+__device__ __noinline__ void careful(const void *values, const u64 *places, const int *starts, int tile, int tiles_end,
+                                     const void *xs, int base, int width, int row, int rows, int batch,
+                                     const void *bias, void *y, float *partial) {
+    const int lane = threadIdx.x % 32, last = starts[tiles_end];
     int met[BATCH];
+    float sum[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; b++) sum[b] = 0, met[b] = 0;
-    for (int c = first + lane; c < last; c += 32) {  // all warps of a row count alike, and sum their own part
-        const bool own = (c - lane - first) / 32 % (stride / 32) == part;
+    for (int c = starts[tile] + lane; c < last; c += 32) {
         Chunk<KIND> chunk;
         chunk.load(values, places, c);
-        Columns<BYTES<KIND, BATCH>> columns(chunk.place, base);
+        Walk<WIDE<KIND, BATCH>> columns(chunk.place, place_of(xs) - base * WIDE<KIND, BATCH>);
+#pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             const u32 column = columns[i];
             if (chunk.filler(i)) continue;
             float x[BATCH];
-            gather<KIND, BATCH>(xs, column, x);
+            gather<KIND, BATCH>(column, 16 * width, x);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-                if (own) sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
+                sum[b] = fmaf(chunk.value(i), x[b], sum[b]);
                 met[b] += !finite(x[b]);
             }
         }
     }
     for (int c = lane; c < width; c += 32) {
         float x[BATCH];
-        gather<KIND, BATCH>(xs, c * BYTES<KIND, BATCH>, x);
+        gather<KIND, BATCH>(place_of(xs) + c * WIDE<KIND, BATCH>, 16 * width, x);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) met[b] -= !finite(x[b]);
     }
 #pragma unroll
     for (int b = 0; b < BATCH; b++)  // columns that are left over met zeros
         if (__reduce_add_sync(0xffffffffu, met[b]) < 0) sum[b] = __uint_as_float(0x7fc00000u);
+    const float total = reduce<BATCH>(sum, lane);
+    const int b = lane / (32 / BATCH);
+    if (lane % (32 / BATCH) == 0 && b < batch) put<KIND>(total, b, batch, row, rows, bias, y, partial);
 }

@@ -57,21 +57,6 @@ template <int KIND> struct Chunk {
     }
 };
 
-// Where the columns of a chunk lie, one after the other, of BYTES each. Steps count by ones or by eights.
-template <int BYTES> struct Columns {
-    u32 low, high, now, step;
-
-    __device__ __forceinline__ Columns(u64 place, u32 base) {
-        low = (u32)place, high = (u32)(place >> 30);
-        now = ((high >> 12) - base) * BYTES;
-        step = (u32)(place >> 32) >> 30 & 1 ? 8 * BYTES : BYTES;
-    }
-    __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
-        if (i) now += (i <= 5 ? low >> (6 * (i - 1)) & 63u : high >> (6 * (i - 6)) & 63u) * step;
-        return now;
-    }
-};
-
 // The sum of a row of W and row b of x: to the sums of this part of the columns, or with the bias to y.
 template <int KIND>
 __device__ __forceinline__ void put(float total, int b, int batch, long long row, int rows, const void *bias, void *y,

@@ -67,9 +67,6 @@ __device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 at) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(at));
 }
-__device__ __forceinline__ void fetch_matrices(u32 (&x)[4], const void *from, u32 offset) {
-    read_matrices(x, place_of(from) + offset);
-}
 
 // Shared memory by place.
 __device__ __forceinline__ u32 read2(u32 at) {

@@ -2,88 +2,129 @@
 //
 // KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4, 8 or 16;
 // from 8 on those of 16 bits go by tensor cores.
-// SPLIT: how many warps share a row of W. Sums are made in fp32, always in the same order.
+// ROWS: how many rows of W a warp has at once, one after the other in W; or SPLIT: how many warps share a row.
+// WARPS: the most a block may have; PER: blocks of a multiprocessor; DEPTH: sets of chunks a warp has at a time: with
+// one the next is loaded when it is used up, with more while others are.
+// Sums are made in fp32, always in the same order.
 
-template <int KIND, int BATCH, int SPLIT, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 16 ? 2 : 1)
+constexpr u32 ALL = 0xffffffffu;
+__device__ const uint4 nothing[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};  // where a lane has no chunk
+
+template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int DEPTH>
+__global__ void __launch_bounds__(WARPS * 32, PER)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
-                  float *partial, int rows, int columns, int tiles, int batch, int tiles_here) {
-    typedef typename Kind<KIND>::Raw Raw;
-    typedef Sums<KIND, BATCH, KIND != 2 && BATCH >= 8> Own;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int part = SPLIT > 1 ? warp % SPLIT : 0, at_once = WARPS / SPLIT;
+                  float *partial, int rows, int columns, int tiles, int batch, int tiles_here, int chunks, int active) {
+    static_assert((ROWS == 1 || SPLIT == 1) && DEPTH <= 3, "");
+    constexpr bool TENSOR = KIND != 2 && BATCH >= 8;
+    constexpr int LANES = 32 / ROWS, STRIDE = LANES * SPLIT, N = KIND == 2 ? 2 : 1;
+    typedef Sums<KIND, BATCH, ROWS, TENSOR> Own;
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = SPLIT > 1 ? warp % SPLIT : 0;
     const int tile = blockIdx.y * tiles_here, tiles_end = min(tile + tiles_here, tiles);
     const int base = tile * TILE, width = min(tiles_end * TILE, columns) - base;
-    constexpr int STRIDE = 32 * SPLIT;
     float *halves = reinterpret_cast<float *>(reinterpret_cast<char *>(shared) +
-                                              (((long long)width * BATCH * sizeof(Raw) + 15) / 16) * 16);
+                                              ((long long)width * BYTES<KIND, BATCH> + 15) / 16 * 16);
 
-    int row = blockIdx.x * at_once + warp / SPLIT, first, last;
-    const int rows_step = gridDim.x * at_once;
-    const int *at = starts + (long long)row * tiles + tile;
-    const auto look = [&](int row, int &first, int &last) {
-        first = row < rows ? __ldcg(at) : 0;
-        last = row < rows ? __ldcg(at + (tiles_end - tile)) : 0;
+    const int units = (rows + ROWS - 1) / ROWS, step = active / SPLIT * gridDim.x;
+    int unit = warp < active ? warp / SPLIT * gridDim.x + blockIdx.x : units, of_block = blockIdx.x, first, last;
+    const auto look = [&](int unit) {  // the chunks of the lane's row
+        const int row = unit * ROWS + lane / LANES;
+        const int *at = starts + (long long)row * tiles;
+        first = row < rows ? __ldcg(at + tile) : 0;
+        last = row < rows ? __ldcg(at + tiles_end) : 0;
     };
     let_others_start();
-    look(row, first, last);
+    look(unit);  // what is not yet there does no harm
 #pragma unroll
-    for (int ahead = 0; ahead < 2; ahead++)
-        if (first + part * 32 + ahead * STRIDE + lane < last)
-            Chunk<KIND>::send_for_it(values, places, first + part * 32 + ahead * STRIDE + lane);
+    for (int i = 0; i < DEPTH + 1; i++) {
+        const int at = first + part * LANES + lane % LANES + i * STRIDE;
+        if (at >= 0 && at < last && at < chunks) Chunk<KIND>::send_for_it(values, places, at);
+    }
     wait_for_others();
-    look(row, first, last);
-    int from = first + part * 32;
-    Chunk<KIND> chunk;
-    Own::load(chunk, values, places, from, last, lane, base);  // while x is on its way
-    int next_row = row + rows_step, next_first, next_last;
-    at += (long long)rows_step * tiles;
-    look(next_row, next_first, next_last);
-    const bool bad = __syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width));
+    look(unit);
 
-    Own sums(lane);
-    while (row - warp / SPLIT < rows) {  // the same for all warps of a block
-        const bool ends = from + STRIDE >= last;
-        const int next = ends ? next_first + part * 32 : from + STRIDE;
-        Chunk<KIND> ahead;
-        Own::load(ahead, values, places, next, ends ? next_last : last, lane, base);
-        sums.add(chunk, shared, base, from, last, lane);
-        if (ends) {
-            float total[Own::TOTALS];
-            if (bad) {
-                Sums<KIND, BATCH, false> slow(lane);  // apart, so that the sums of the fast way stay in registers
-                if (row < rows)
-                    careful<KIND, BATCH>(values, places, first, last, shared, base, width, part, STRIDE, slow.sum);
-                float all[1];
-                slow.add_up(lane, all);
-#pragma unroll
-                for (int i = 0; i < Own::TOTALS; i++)
-                    total[i] = __shfl_sync(0xffffffffu, all[0], Own::row_of(lane, i) * (32 / BATCH));
-            } else sums.add_up(lane, total);
-#pragma unroll
-            for (int i = 0; i < Own::TOTALS; i++) {
-                const int b = Own::row_of(lane, i);
-                if constexpr (SPLIT > 1) {
-                    if (lane % Own::LANES == 0) halves[warp * BATCH + b] = total[i];
-                } else if (lane % Own::LANES == 0 && b < batch && row < rows)
-                    put<KIND>(total[i], b, batch, row, rows, bias, y, partial);
+    // Where a lane is: its values and, with tensor cores another lane's, places. Sets of chunks count down; at ``gap``
+    // a lane has no more.
+    int ahead = unit, left = 0, gap = 0, other_gap = 0;
+    const uint4 *own_values;
+    const u64 *own_places;
+    u32 ends = 0;  // a bit for each set under way: whether it is the last of its rows
+    const auto load = [&](Chunk<KIND> &chunk, int slot) {  // zeros, where there are no more
+        if (left == 0) {
+            const int at = first + part * LANES + lane % LANES;
+            const int own = (u32)max(last - at + STRIDE - 1, 0) / STRIDE;
+            const int all = (u32)max(last - first - part * LANES + STRIDE - 1, 0) / STRIDE;
+            left = max(ROWS > 1 ? __reduce_max_sync(ALL, all) : all, 1);
+            gap = other_gap = left - own;
+            int other = at;
+            if constexpr (TENSOR) {
+                other = ROWS > 1 ? __shfl_sync(ALL, at, partner(lane)) : at - lane + partner(lane);
+                other_gap = __shfl_sync(ALL, gap, partner(lane));
             }
-            if constexpr (SPLIT > 1) {
-                __syncthreads();
-                if (part == 0 && lane < batch && row < rows) {
-                    float whole = 0;
-                    for (int s = 0; s < SPLIT; s++) whole += halves[(warp + s) * BATCH + lane];
-                    put<KIND>(whole, lane, batch, row, rows, bias, y, partial);
-                }
-                __syncthreads();
-            }
-            sums.clear();
-            row = next_row, first = next_first, last = next_last;
-            next_row += rows_step;
-            at += (long long)rows_step * tiles;
-            look(next_row, next_first, next_last);
+            own_values = reinterpret_cast<const uint4 *>(values) + (long long)at * N, own_places = places + other;
+            ahead += step;
+            look(ahead);
         }
-        from = next;
-        chunk = ahead;
+        // From somewhere in any case: a load that may not be done is waited for at once.
+        const uint4 *from = left > gap ? own_values : nothing;
+        const u64 *where = left > (TENSOR ? other_gap : gap) ? own_places : reinterpret_cast<const u64 *>(nothing);
+#pragma unroll
+        for (int i = 0; i < N; i++) chunk.words[i] = __ldcs(from + i);
+        chunk.place = __ldcs(where);
+        own_values += STRIDE * N, own_places += STRIDE;
+        ends = --left == 0 ? ends | 1u << slot : ends & ~(1u << slot);
+    };
+    Chunk<KIND> ring[DEPTH];
+#pragma unroll
+    for (int i = 0; i < (DEPTH > 1 ? DEPTH - 1 : 1); i++) load(ring[i], i);  // while x is on its way
+    if (__syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width))) {  // not all of x is finite
+        for (int row = blockIdx.x * warps + warp; row < rows; row += gridDim.x * warps)
+            careful<KIND, BATCH>(values, places, starts + (long long)row * tiles, tile, tiles_end, shared, base, width,
+                                 row, rows, batch, bias, y, partial);
+        return;
+    }
+
+    if (warp >= active) return;
+    const u32 plane = min(16 * width, 1 << 20);
+    u32 origin = place_of(shared) - base * WIDE<KIND, BATCH>;
+    remember(origin);
+    Own sums(lane);
+    const auto finish = [&] {  // whether that was all
+        float total[Own::TOTALS];
+        sums.add_up(lane, total);
+        const int row = unit * ROWS + Own::which(lane);
+#pragma unroll
+        for (int i = 0; i < Own::TOTALS; i++) {
+            const int b = Own::row_of(lane, i);
+            if (!Own::writes(lane)) continue;
+            if (SPLIT > 1) halves[warp * BATCH + b] = total[i];
+            else if (b < batch && row < rows) put<KIND>(total[i], b, batch, row, rows, bias, y, partial);
+        }
+        if constexpr (SPLIT > 1) {
+            __syncthreads();
+            if (part == 0 && lane < batch && unit < rows) {
+                float whole = 0;
+                for (int s = 0; s < SPLIT; s++) whole += halves[(warp + s) * BATCH + lane];
+                put<KIND>(whole, lane, batch, unit, rows, bias, y, partial);
+            }
+            __syncthreads();
+        }
+        sums.clear();
+        unit += step, of_block += step;
+        return of_block >= units;  // the same for all warps of a block
+    };
+    const auto turn = [&](Chunk<KIND> &chunk, int slot, Chunk<KIND> &free, int free_slot) {  // whether that was all
+        if constexpr (DEPTH > 1) load(free, free_slot);
+        const bool done = ends >> slot & 1;
+        sums.add(chunk, origin, plane);
+        if constexpr (DEPTH == 1) load(chunk, slot);
+        return done && finish();
+    };
+    while (true) {  // a loop over the ring would not always be unrolled, and the ring then lie in memory
+        if (turn(ring[0], 0, ring[DEPTH - 1], DEPTH - 1)) return;
+        if constexpr (DEPTH > 1)
+            if (turn(ring[1], 1, ring[0], 0)) return;
+        if constexpr (DEPTH > 2)
+            if (turn(ring[2], 2, ring[1], 1)) return;
     }
 }
