@@ -19,9 +19,9 @@ from sapwood.sparse.format import Packed, pack_weight
 
 HERE = Path(__file__).parent
 SHAPES = (
-    *("0, 1, 1, 16, 16, 2, 1", "1, 2, 4, 1, 16, 1, 3", "0, 4, 2, 1, 16, 1, 2", "1, 8, 1, 1, 16, 1, 2"),
-    *("1, 8, 4, 1, 16, 1, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "0, 16, 1, 2, 16, 1, 2"),
-    *("2, 4, 1, 2, 16, 1, 2", "2, 8, 4, 1, 16, 1, 2"),
+    *("0, 1, 1, 16, 16, 2, 0", "1, 2, 4, 1, 16, 1, 0", "0, 4, 2, 1, 16, 1, 1", "1, 8, 1, 1, 16, 1, 1"),
+    *("1, 8, 4, 1, 16, 1, 1", "1, 8, 2, 1, 16, 1, 1", "0, 16, 4, 1, 16, 1, 1", "0, 16, 1, 2, 16, 1, 1"),
+    *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
 )
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>"]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
@@ -94,8 +94,8 @@ def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
     )
     cuda._most.cache_clear()
-    monkeypatch.setattr(cuda, "WAYS", {1: (16, 2, 1), 2: (16, 1, 3), **dict.fromkeys((4, 8, 16), (16, 1, 2))})
-    monkeypatch.setattr(cuda, "WAYS_FOR_FEW", {})
+    never = 1 << 20  # as compiled above
+    monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0) for b in (1, 2, 4, 8, 16)})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
 

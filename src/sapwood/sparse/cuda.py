@@ -21,10 +21,11 @@ FILES = {
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
-WAYS = {1: (16, 2, 2), 2: (32, 1, 2), 4: (32, 1, 1), 8: (32, 1, 2), 16: (20, 1, 2)}
-"""For rows of x: warps of a block, blocks of a multiprocessor, sets of chunks that a warp has at a time."""
-FEW, WAYS_FOR_FEW = 32, {1: (16, 2, 1), 2: (32, 1, 1), 8: (16, 1, 2), 16: (16, 1, 2)}
-"""With fewer rows of W for a multiprocessor than the first, the second, where they differ."""
+WAYS = {1: (16, 2, 100), 2: (32, 1, 100), 4: (32, 1, 300), 8: (32, 1, 0), 16: (20, 1, 0)}
+"""For rows of x: warps of a block, blocks of a multiprocessor, and from how many chunks in a row of W on a warp loads
+the next while it works on these."""
+FEW = 32
+"""With fewer rows of W for a multiprocessor, fewer warps go by tensor cores, and rows must be longer for two sets."""
 EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
@@ -85,9 +86,10 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     processors = properties.multi_processor_count
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
-    warps, per, depth = WAYS[padded]
+    warps, per, many = WAYS[padded]
     if rows * parts < FEW * processors:
-        warps, per, depth = WAYS_FOR_FEW.get(padded, WAYS[padded])
+        warps, many = 16 if padded >= 8 else warps, 5 * many // 2
+    ahead = int(len(packed.places) > many * rows * parts)
     if per * (needed + 64 * padded + 1024) > properties.shared_memory_per_multiprocessor:
         per = 1
     blocks = max(1, per * processors // parts)
@@ -98,7 +100,7 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
     sizes = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
-    name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {depth}>"
+    name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {ahead}>"
     threads = 32 * (active if split > 1 else warps)
     _kernel(name, device)((blocks, parts), threads, needed + 4 * warps * padded, (*tensors, *sizes))
     if partial is not None:

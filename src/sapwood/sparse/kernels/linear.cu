@@ -3,18 +3,18 @@
 // KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4, 8 or 16;
 // from 8 on those of 16 bits go by tensor cores.
 // ROWS: how many rows of W a warp has at once, one after the other in W; or SPLIT: how many warps share a row.
-// WARPS: the most a block may have; PER: blocks of a multiprocessor; DEPTH: sets of chunks a warp has at a time: with
-// one the next is loaded when it is used up, with more while others are.
+// WARPS: the most a block may have; PER: blocks of a multiprocessor. AHEAD: whether a warp loads its next chunks while it
+// works on these, or after.
 // Sums are made in fp32, always in the same order.
 
 constexpr u32 ALL = 0xffffffffu;
 __device__ const uint4 nothing[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};  // where a lane has no chunk
 
-template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int DEPTH>
+template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int AHEAD>
 __global__ void __launch_bounds__(WARPS * 32, PER)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
                   float *partial, int rows, int columns, int tiles, int batch, int tiles_here, int chunks, int active) {
-    static_assert((ROWS == 1 || SPLIT == 1) && DEPTH <= 3, "");
+    static_assert(ROWS == 1 || SPLIT == 1, "");
     constexpr bool TENSOR = KIND != 2 && BATCH >= 8;
     constexpr int LANES = 32 / ROWS, STRIDE = LANES * SPLIT, N = KIND == 2 ? 2 : 1;
     typedef Sums<KIND, BATCH, ROWS, TENSOR> Own;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
     let_others_start();
     look(unit);  // what is not yet there does no harm
 #pragma unroll
-    for (int i = 0; i < DEPTH + 1; i++) {
+    for (int i = 0; i < AHEAD + 2; i++) {
         const int at = first + part * LANES + lane % LANES + i * STRIDE;
         if (at >= 0 && at < last && at < chunks) Chunk<KIND>::send_for_it(values, places, at);
     }
@@ -48,8 +48,7 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
     int ahead = unit, left = 0, gap = 0, other_gap = 0;
     const uint4 *own_values;
     const u64 *own_places;
-    u32 ends = 0;  // a bit for each set under way: whether it is the last of its rows
-    const auto load = [&](Chunk<KIND> &chunk, int slot) {  // zeros, where there are no more
+    const auto load = [&](Chunk<KIND> &chunk, bool &ends) {  // zeros, where there are no more; whether the rows end
         if (left == 0) {
             const int at = first + part * LANES + lane % LANES;
             const int own = (u32)max(last - at + STRIDE - 1, 0) / STRIDE;
@@ -72,11 +71,11 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
         for (int i = 0; i < N; i++) chunk.words[i] = __ldcs(from + i);
         chunk.place = __ldcs(where);
         own_values += STRIDE * N, own_places += STRIDE;
-        ends = --left == 0 ? ends | 1u << slot : ends & ~(1u << slot);
+        ends = --left == 0;
     };
-    Chunk<KIND> ring[DEPTH];
-#pragma unroll
-    for (int i = 0; i < (DEPTH > 1 ? DEPTH - 1 : 1); i++) load(ring[i], i);  // while x is on its way
+    Chunk<KIND> chunk, other;
+    bool ends, other_ends;
+    load(chunk, ends);  // while x is on its way
     if (__syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width))) {  // not all of x is finite
         for (int row = blockIdx.x * warps + warp; row < rows; row += gridDim.x * warps)
             careful<KIND, BATCH>(values, places, starts + (long long)row * tiles, tile, tiles_end, shared, base, width,
@@ -113,18 +112,16 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
         unit += step, of_block += step;
         return of_block >= units;  // the same for all warps of a block
     };
-    const auto turn = [&](Chunk<KIND> &chunk, int slot, Chunk<KIND> &free, int free_slot) {  // whether that was all
-        if constexpr (DEPTH > 1) load(free, free_slot);
-        const bool done = ends >> slot & 1;
+    const auto turn = [&](Chunk<KIND> &chunk, bool &ends, Chunk<KIND> &free, bool &free_ends) {
+        const bool done = ends;
+        if constexpr (AHEAD) load(free, free_ends);
         sums.add(chunk, origin, plane);
-        if constexpr (DEPTH == 1) load(chunk, slot);
+        if constexpr (!AHEAD) load(chunk, ends);
         return done && finish();
     };
-    while (true) {  // a loop over the ring would not always be unrolled, and the ring then lie in memory
-        if (turn(ring[0], 0, ring[DEPTH - 1], DEPTH - 1)) return;
-        if constexpr (DEPTH > 1)
-            if (turn(ring[1], 1, ring[0], 0)) return;
-        if constexpr (DEPTH > 2)
-            if (turn(ring[2], 2, ring[1], 1)) return;
+    while (true) {
+        if (turn(chunk, ends, other, other_ends)) return;
+        if constexpr (AHEAD)
+            if (turn(other, other_ends, chunk, ends)) return;
     }
 }
