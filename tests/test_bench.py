@@ -97,8 +97,8 @@ def test_costs_in_closed_form() -> None:
 
 def test_copies_fill_the_cache_twice() -> None:
     assert copies_needed([100.0, 10.0], None, 1e9) == 1  # a CPU
-    assert copies_needed([400.0, 200.0], 100, 1e9) == 1
-    assert copies_needed([400.0, 30.0], 100, 1e9) == math.ceil(200 / 30)
+    assert copies_needed([400.0, 200.0], 100, 1e9) == 8
+    assert copies_needed([400.0, 20.0], 100, 1e9) == math.ceil(200 / 20)
     assert copies_needed([400.0, 30.0], 100, 3 * 430.0) == 3  # as there is room
     assert copies_needed([400.0, 30.0], 100, 0.0) == 1
     assert copies_needed([400.0, 30.0], 100, 1e9, dense_ms=10.0) == 2

@@ -24,7 +24,7 @@ from sapwood.measurement.machine import Ceilings, ceilings, describe
 from sapwood.measurement.measure import out_of_memory, ready
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-MOST_COPIES = 64
+LEAST_COPIES, MOST_COPIES = 8, 64
 LONG_MS = 20.0  # dense over all copies should take no longer than this
 ROUNDS, FEW_ROUNDS = 15, 5
 
@@ -232,12 +232,13 @@ def each(timing: Timing, copies: int) -> Timing:
 def copies_needed(weight_bytes: Sequence[float], cache: int | None, room: float, dense_ms: float = 0.0) -> int:
     """How many copies of the weights one call runs over, so that none is still in the cache when it comes again.
 
-    All forms use the same number: as many as the smallest needs to fill the cache twice, as far as there is memory
-    (``room`` in bytes, for one set of all forms times the copies) and as dense stays short.
+    All forms use the same number: as many as the smallest needs to fill the cache twice, and several in any case, as in
+    a model, where one product starts while the last comes to its end; as far as there is memory (``room`` in bytes, for
+    one set of all forms times the copies) and as dense stays short.
     """
     if cache is None or not weight_bytes or min(weight_bytes) <= 0:
         return 1
-    need = math.ceil(2 * cache / min(weight_bytes))
+    need = max(LEAST_COPIES, math.ceil(2 * cache / min(weight_bytes)))
     fits = int(room // sum(weight_bytes))
     short = int(LONG_MS / dense_ms) if dense_ms > 0 else MOST_COPIES
     return max(1, min(need, fits, short, MOST_COPIES))
