@@ -23,6 +23,8 @@ struct Place { unsigned x, y, z; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
+struct alignas(8) float2 { float x, y; };
+static float2 make_float2(float x, float y) { return float2{x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return uint4{x, y, z, w}; }
 static float __uint_as_float(u32 raw) { float value; memcpy(&value, &raw, 4); return value; }
 static u32 __float_as_uint(float value) { u32 raw; memcpy(&raw, &value, 4); return raw; }
@@ -96,6 +98,8 @@ static int __reduce_max_sync(u32 mask, int value) {
     for (int by = 16; by; by /= 2) value = max(value, exchange(value, current % 32 ^ by));
     return value;
 }
+static bool __any_sync(u32 mask, bool value) { return __reduce_max_sync(mask, value) != 0; }
+static bool __all_sync(u32 mask, bool value) { return !__any_sync(mask, !value); }
 static u32 __byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
     u32 found = 0;

@@ -23,7 +23,9 @@ SHAPES = (
     *("1, 8, 4, 1, 16, 1, 1", "1, 8, 2, 1, 16, 1, 1", "0, 16, 4, 1, 16, 1, 1", "0, 16, 1, 2, 16, 1, 1"),
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
 )
-NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>"]
+TILES = ("sparse_tiles<0, 16, 32>", "sparse_tiles<1, 16, 16>", "sparse_tiles<1, 8, 32>")
+OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
+NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
 NEAR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
@@ -33,7 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "unpack")}
+    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_tiles", "unpack")}
     parts = [f"namespace in_{name} {{\n{_read(files)}\n}}\nusing in_{name}::{name};" for name, files in apart.items()]
     text = "\n".join([_read(("common.cu",)), *parts, "using in_unpack::sum_parts;"])
     calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
@@ -130,6 +132,20 @@ def test_products_agree_with_dense_ones(
     kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (at_once, split))  # as compiled above
+    require_right(kind, batch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("kind", "batch", "warps"), [(0, 16, 32), (1, 16, 16), (1, 11, 16), (1, 6, 32)])
+def test_products_by_tiles_agree_with_dense_ones(
+    kind: int, batch: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "TILED", 5)
+    monkeypatch.setattr(cuda, "TILED_WARPS", warps)
+    require_right(kind, batch)
+
+
+def require_right(kind: int, batch: int) -> None:
     torch.manual_seed(batch)
     chance = random.Random(batch)
     for _ in range(6):

@@ -15,6 +15,7 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
+    "sparse_tiles": ("device.cu", "common.cu", "tiles.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
@@ -30,6 +31,8 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
+TILED, TILED_WARPS = 17, 32
+"""From so many rows of x of 16 bits on by dense products, with so many warps; off until measured."""
 FULL = 0.9
 """A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""
 
@@ -80,6 +83,8 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     """Where the columns do not fit into shared memory at once, each part has its own sums, which are then added up."""
     rows, columns = packed.shape
     batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
+    if batch >= TILED and size == 2:
+        return _launch_tiles(x, packed, bias, out)
     padded = 1 << (batch - 1).bit_length()
     padded = max(padded, 8) if batch >= EIGHT and size == 2 else padded
     properties: Any = torch.cuda.get_device_properties(device)
@@ -104,9 +109,29 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     threads = 32 * (active if split > 1 else warps)
     _kernel(name, device)((blocks, parts), threads, needed + 4 * warps * padded, (*tensors, *sizes))
     if partial is not None:
-        count = batch * rows
-        totals = (partial, bias, out, parts, rows, ctypes.c_longlong(count))
-        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-count // 256)), 1), 256, 0, totals)
+        _add_up(partial, bias, out)
+
+
+def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    (rows, columns), batch, device = packed.shape, len(x), x.device.index
+    tiles, padded, warps = tiles_of(columns), 8 if batch <= 8 else 16, TILED_WARPS
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks = min(max(1, processors // tiles), -(-rows // 8))
+    partial = torch.empty((tiles, batch, rows), device=x.device) if tiles > 1 else None
+    tensors = (packed.values, packed.places, packed.starts, x, None if tiles > 1 else bias, out, partial)
+    shared = 2 * 8 * TILE * 2 + 2 * warps * padded // 8 * 256
+    sizes = (rows, columns, tiles, batch, len(packed.places))
+    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}, {warps}>"
+    _kernel(name, device)((blocks, tiles), 32 * warps, shared, (*tensors, *sizes))
+    if partial is not None:
+        _add_up(partial, bias, out)
+
+
+def _add_up(partial: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    parts, batch, rows = partial.shape
+    given = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
+    blocks = min(4096, -(-batch * rows // 256))
+    _kernel(f"sum_parts<{KINDS[out.dtype]}>", out.device.index)((blocks, 1), 256, 0, given)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:

@@ -24,6 +24,8 @@ template <int KIND> __device__ __forceinline__ float high(u32 two) {
     return KIND == 0 ? __uint_as_float(two & 0xffff0000u) : widen<KIND>(two >> 16);
 }
 
+__device__ const uint4 nothing[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};  // where a lane has no chunk
+
 // Eight values and their columns. What is read once goes past the caches.
 template <int KIND> struct Chunk {
     uint4 words[KIND == 2 ? 2 : 1];

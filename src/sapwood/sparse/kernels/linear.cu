@@ -8,7 +8,6 @@
 // Sums are made in fp32, always in the same order.
 
 constexpr u32 ALL = 0xffffffffu;
-__device__ const uint4 nothing[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};  // where a lane has no chunk
 
 template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int AHEAD>
 __global__ void __launch_bounds__(WARPS * 32, PER)
