@@ -180,6 +180,12 @@ static u32 read2(u32 at) { return read_at<u16>(at); }
 static u32 read4(u32 at) { return read_at<u32>(at); }
 static uint2 read8(u32 at) { return read_at<uint2>(at); }
 static uint4 read16(u32 at) { return read_at<uint4>(at); }
+template <class T> static void write_at(u32 at, T value) {
+    if (at % sizeof(T) || at + sizeof(T) > (u32)room) fail("writes where nothing is");
+    memcpy(shared_bytes + at, &value, sizeof(T));
+}
+static void write16(u32 at, uint4 what) { write_at(at, what); }
+static void write2_if_any(u32 at, u32 word) { if (word & 0xffffu) write_at(at, (u16)word); }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);

@@ -31,7 +31,7 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
-TILED, TILED_WARPS = 17, 32
+TILED, TILED_WARPS = 17, 16
 """From so many rows of x of 16 bits on by dense products, with so many warps; off until measured."""
 FULL = 0.9
 """A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""

@@ -28,19 +28,18 @@ template <int KIND, int SETS, int STRIDE> struct Sets {
 };
 
 // What is not zero, to its place; zeros may stand for columns that have others.
-template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, char *to, int row, int base) {
+template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, u32 to, int row, int base) {
     const u32 low = (u32)chunk.place, high = (u32)(chunk.place >> 32);
     const u32 first = (high >> 10 & 0xfffffu) - base;
     const auto step = [&](int i) {
         return (i <= 5 ? low >> 6 * (i - 1) : i == 6 ? (u32)(chunk.place >> 30) : high >> 4) % 64;
     };
     const auto put_down = [&](int i, u32 at) {
-        const u32 word = chunk.word(i / 2);
-        if (i % 2 ? word >> 16 : word & 0xffffu) *reinterpret_cast<u16 *>(to + at) = (u16)(i % 2 ? word >> 16 : word);
+        write2_if_any(at, i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
     };
     if (__all_sync(ALL, high >> 30 & 1)) {  // steps by eights
         u32 twice = first / 8 * 2;
-        const u32 own = first % 8 / 4 * 128 + row * 16 + first % 4 * 4;
+        const u32 own = to + first % 8 / 4 * 128 + row * 16 + first % 4 * 4;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             if (i) twice += 2 * step(i);
@@ -52,7 +51,7 @@ template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> 
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             if (i) column += step(i) * unit;
-            put_down(i, column / 16 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + (column & 8) / 4);
+            put_down(i, to + column / 16 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + (column & 8) / 4);
         }
     }
 }
@@ -93,8 +92,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int tile = blockIdx.y, base = tile * TILE, width = min(TILE, columns - base);
     const int units = (rows + ROWS - 1) / ROWS, own = warp * 4 + t;
-    char *buffer = reinterpret_cast<char *>(shared);
-    float2 *sums = reinterpret_cast<float2 *>(buffer + 2 * BUFFER);  // [two][warps][eights][lanes]
+    const u32 buffer = place_of(shared);
+    float2 *sums = reinterpret_cast<float2 *>(shared + 2 * BUFFER / 16);  // [two][warps][eights][lanes]
 
     const auto look = [&](int unit, int &first, int &last) {  // the chunks of the lane's row
         const int row = unit * ROWS + g;
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         take<WORDS>(reinterpret_cast<const u16 *>(x) + (long long)b * columns + column, b < batch ? left : 0, wide, t, a[e]);
     }
 
-    const auto scatter = [&](char *to) {
+    const auto scatter = [&](u32 to) {
 #pragma unroll
         for (int i = 0; i < SETS; i++) write_out(sets.chunk[i], to, g, base);
         for (int at = sets.at + SETS * STRIDE; __any_sync(ALL, at < sets.last); at += STRIDE) {
@@ -154,27 +153,28 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         remember(from[k]);
     }
     for (int turn = 0; unit < units; unit += gridDim.x, turn++) {
-        char *now = buffer + turn % 2 * BUFFER, *later = buffer + (turn + 1) % 2 * BUFFER;
+        const u32 now = buffer + turn % 2 * BUFFER, later = buffer + (turn + 1) % 2 * BUFFER;
         float2 *own_sums = sums + turn % 2 * WARPS * EIGHTS * 32;
         if (unit + gridDim.x < units) scatter(later);
         sets.load(values, places, next_first, next_last, own);
         look(unit + 3 * gridDim.x, next_first, next_last);
 
-        float sum[4] = {0, 0, 0, 0};
+        float sum[4] = {0, 0, 0, 0}, other_sum[4] = {0, 0, 0, 0};  // by turns: each waits for its last
 #pragma unroll
         for (int s = 0; s < WORDS; s += 2) {
-            const char *at = now + s / 8 * 256 + s % 8 / 4 * 128;
-            const u32 upper = *reinterpret_cast<const u32 *>(at + from[s % 4]);
-            const u32 lower = *reinterpret_cast<const u32 *>(at + from[s % 4 + 1]);
-            const u32 factor[4] = {a[0][s], EIGHTS > 1 ? a[EIGHTS - 1][s] : 0, a[0][s + 1], EIGHTS > 1 ? a[EIGHTS - 1][s + 1] : 0};
-            multiply<KIND>(sum, factor, upper, lower);
+            const u32 at = now + s / 8 * 256 + s % 8 / 4 * 128;
+            const u32 upper = read4(at + from[s % 4]), lower = read4(at + from[s % 4 + 1]);
+            const u32 factor[4] = {a[0][s], EIGHTS > 1 ? a[EIGHTS - 1][s] : 0,  //
+                                   a[0][s + 1], EIGHTS > 1 ? a[EIGHTS - 1][s + 1] : 0};
+            multiply<KIND>(s % 4 ? other_sum : sum, factor, upper, lower);
         }
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < SLICE / 32; i++) *reinterpret_cast<uint4 *>(now + warp * SLICE * 16 + i * 512 + lane * 16) = zero;
+        for (int i = 0; i < SLICE / 32; i++) write16(now + warp * SLICE * 16 + i * 512 + lane * 16, zero);
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++)
-            own_sums[(warp * EIGHTS + e) * 32 + lane] = make_float2(sum[2 * e], sum[2 * e + 1]);
+            own_sums[(warp * EIGHTS + e) * 32 + lane] =
+                make_float2(sum[2 * e] + other_sum[2 * e], sum[2 * e + 1] + other_sum[2 * e + 1]);
         __syncthreads();
 
         const int e = (warp + WARPS - turn * EIGHTS % WARPS) % WARPS;  // warps add up in turn
