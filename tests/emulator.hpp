@@ -185,7 +185,8 @@ template <class T> static void write_at(u32 at, T value) {
     memcpy(shared_bytes + at, &value, sizeof(T));
 }
 static void write16(u32 at, uint4 what) { write_at(at, what); }
-static void write2_if_any(u32 at, u32 word) { if (word & 0xffffu) write_at(at, (u16)word); }
+static void write2(u32 at, u32 word) { write_at(at, (u16)word); }
+static void write2_if_any(u32 at, u32 word) { if (word & 0xffffu) write2(at, word); }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);

@@ -60,7 +60,8 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
     if out.numel():
-        _launch(x, packed, bias, out)
+        by_tiles = len(x) >= TILED and x.element_size() == 2
+        (_launch_tiles if by_tiles else _launch)(x, packed, bias, out)
     return out
 
 
@@ -83,8 +84,6 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     """Where the columns do not fit into shared memory at once, each part has its own sums, which are then added up."""
     rows, columns = packed.shape
     batch, size, device, kind = len(x), x.element_size(), x.device.index, KINDS[x.dtype]
-    if batch >= TILED and size == 2:
-        return _launch_tiles(x, packed, bias, out)
     padded = 1 << (batch - 1).bit_length()
     padded = max(padded, 8) if batch >= EIGHT and size == 2 else padded
     properties: Any = torch.cuda.get_device_properties(device)

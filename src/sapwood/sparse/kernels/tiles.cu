@@ -4,8 +4,8 @@
 // are multiplied. Each warp has a slice of the columns: of x in registers, from the start to the end, and of W it reads
 // what the others have written, and clears it. The sums of all slices are added up in their order.
 //
-// Column 16 j + 8 p + 4 h + k (p, h: 0 or 1, k: 0 to 3) of row r lies at 256 j + 128 h + 16 r + 4 k + 2 p. So eight rows
-// of four kinds each are written to 32 banks, and lanes that look for four kinds of eight rows read from 32.
+// Column 2048 p + 8 j + 4 h + k (p, h: 0 or 1, k: 0 to 3) of row r lies at 256 j + 128 h + 16 r + 4 k + 2 p. So eight
+// rows of four kinds each are written to 32 banks, and lanes that look for four kinds of eight rows read from 32.
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int ROWS = 8, BUFFER = ROWS * TILE * 2;
@@ -27,37 +27,39 @@ template <int KIND, int SETS, int STRIDE> struct Sets {
     }
 };
 
-// What is not zero, to its place; zeros may stand for columns that have others.
+// What is not zero, to its place. Chunks with steps by eights have no zeros; in others they may stand for columns that
+// have a value elsewhere.
 template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, u32 to, int row, int base) {
     const u32 low = (u32)chunk.place, high = (u32)(chunk.place >> 32);
-    const u32 first = (high >> 10 & 0xfffffu) - base;
-    const auto step = [&](int i) {
-        return (i <= 5 ? low >> 6 * (i - 1) : i == 6 ? (u32)(chunk.place >> 30) : high >> 4) % 64;
+    const u32 first = (high >> 10 & 0xfffffu) - base, eights = high >> 30 & 1;
+    const auto step = [&](int i, int left) {  // the i-th, so many bits to the left
+        const int from = 6 * (i - 1);
+        const u32 bits = i == 6 ? (u32)(chunk.place >> (from - left)) : i == 7 ? high << left >> 4
+                         : from < left ? low << (left - from) : low >> (from - left);
+        return bits & 63u << left;
     };
-    const auto put_down = [&](int i, u32 at) {
-        write2_if_any(at, i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
+    const auto place = [&](u32 column) {
+        return to + column % 2048 / 8 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + column / 2048 * 2;
     };
-    if (__all_sync(ALL, high >> 30 & 1)) {  // steps by eights
-        u32 twice = first / 8 * 2;
-        const u32 own = to + first % 8 / 4 * 128 + row * 16 + first % 4 * 4;
+    u32 at[CHUNK];
+    at[0] = place(first);
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            if (i) twice += 2 * step(i);
-            put_down(i, twice * 64 - (twice & 2) * 63 + own);
-        }
+    for (int i = 1; i < CHUNK; i++) at[i] = at[i - 1] + step(i, 8);
+    const bool straight = eights && first % 2048 / 8 * 256 + (at[CHUNK - 1] - at[0]) < BUFFER;
+    if (__all_sync(ALL, straight)) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) write2(at[i], i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
     } else {
         u32 column = first;
-        const u32 unit = high >> 30 & 1 ? 8 : 1;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
-            if (i) column += step(i) * unit;
-            put_down(i, to + column / 16 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + (column & 8) / 4);
+            if (i) column += step(i, 0) * (eights ? 8 : 1);
+            write2_if_any(place(column), i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
         }
     }
 }
 
-// A lane's part of x: of a slice of columns in order the t-th quarter, as words of columns that lie 8 apart, in the order
-// in which a lane finds them in W.
+// A lane's part of x, as words of two columns that lie 2048 apart, in the order in which a lane finds them in W.
 template <int WORDS>
 __device__ __forceinline__ void take(const u16 *x, int left, bool wide, int t, u32 (&found)[WORDS]) {
     const u32 even = t & 1 ? 0x7632u : 0x5410u, odd = t & 1 ? 0x5410u : 0x7632u;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void take(const u16 *x, int left, bool wide, int t, u
         u32 half[2][4];
 #pragma unroll
         for (int p = 0; p < 2; p++) {
-            const int at = 16 * j + 8 * p;
+            const int at = 8 * j + 2048 * p;
             uint4 got = make_uint4(0, 0, 0, 0);
             if (wide) {
                 if (at < left) got = *reinterpret_cast<const uint4 *>(x + at);
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     sets.load(values, places, first, last, own);
 
     u32 a[EIGHTS][WORDS];
-    const int column = base + warp * SLICE + t * (SLICE / 4), left = base + width - column;
+    const int column = base + warp * (SLICE / 2) + t * (SLICE / 8), left = base + width - column;
     const bool wide = columns % 8 == 0 && (reinterpret_cast<u64>(x) & 15) == 0;
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++) {
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     u32 from[4];  // where a lane finds its words
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        from[k] = (warp * SLICE + t * (SLICE / 4)) * 16 + g * 16 + (k ^ t) * 4;
+        from[k] = warp * SLICE * 16 + t * SLICE * 4 + g * 16 + (k ^ t) * 4;
         remember(from[k]);
     }
     for (int turn = 0; unit < units; unit += gridDim.x, turn++) {
