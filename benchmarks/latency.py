@@ -1,12 +1,13 @@
 """What a cut gains on this device, in deployed form, and how near latency budgets come.
 
-    python -m benchmarks.latency --part half|plans|equal|sweep [--models a,b] [--batch 64] [--backend auto]
+    python -m benchmarks.latency --part half|plans|equal|sweep|peers [--models a,b] [--batch 64] [--backend auto]
                                  [--device cuda] [--dtype bfloat16] [--out FILE]
 
 half   half of the channels removed (uniform, round_to="auto"), dense and cut each in its best deployed form
 plans  latency budgets of 70%, 50% and 35%; also measured at batch 1
 equal  at the latency of uniform and of FLOP-budget plans: the score that a latency plan keeps
 sweep  10% to 90% of the channels removed: plain plan, round_to="auto", and latency budgets
+peers  Torch-Pruning with as many channels as the plans of ``plans`` and ``equal`` that the file has
 
 Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is a column where the package
 ``torch_pruning`` can be imported. Results are merged into the JSON file, by part, model and batch.
@@ -38,6 +39,7 @@ from sapwood.measurement.roofline import roofline_ms
 from sapwood.pipeline.latency import LatencyPlanner
 from sapwood.pipeline.rounding import preferred
 
+OTHERS = {"uniform": {"channels": 0.6}, "flops": {"flops": 0.5}}
 ZOO = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16", "swin_t")
 
 
@@ -129,6 +131,9 @@ class Bench:
         about = {"date": datetime.date.today().isoformat(), "sapwood": sw.__version__, **describe(self.device)}
         about |= {"dtype": self.o.dtype, "backend": self.o.backend, "took_s": round(time.time() - started, 1)}
         self.results.setdefault(part, {})[key] = {"about": about, **found}
+        self.write()
+
+    def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
 
@@ -269,14 +274,9 @@ class Bench:
 
     def equal(self, name: str, batch: int) -> None:
         model, x, dense = self.dense(name, batch)
-        for other, options in (("uniform", {"channels": 0.6}), ("flops", {"flops": 0.5})):
-            if other not in self.o.others.split(","):
-                continue
+        for other in (o for o in OTHERS if o in self.o.others.split(",")):
             started = time.time()
-            allocate = "uniform" if other == "uniform" else "global"
-            plan = sw.make_plan(
-                model, x[:1], sw.Budget(**options), allocate=allocate, round_to="auto", backend=self.o.backend
-            )
+            plan = self.other_plan(model, x, other)
             forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x, dense.backend)}
             found: dict[str, Any] = self.turns(forms, x)
             planner = self.planner(model, x, min(1.0, 1 / found[other]["speed"]), dense)
@@ -289,6 +289,31 @@ class Bench:
                 f"equal {name}: {other} {1 / found[other]['speed']:.3f} keeps {found['score_other']:.3f}, latency plan "
                 f"{1 / found['latency']['speed']:.3f} keeps {found['score_latency']:.3f}"
             )
+
+    def other_plan(self, model: nn.Module, x: torch.Tensor, other: str) -> sw.Plan:
+        allocate = "uniform" if other == "uniform" else "global"
+        budget = sw.Budget(**OTHERS[other])
+        return sw.make_plan(model, x[:1], budget, allocate=allocate, round_to="auto", backend=self.o.backend)
+
+    def peers(self, name: str, batch: int) -> None:
+        model, x, dense = self.dense(name, batch)
+        known = {**self.results.get("plans", {}), **self.results.get("equal", {})}
+        for key, row in known.items():
+            if not key.startswith(f"{name}, batch {batch}, ") or "failed" in row:
+                continue
+            if "channels_kept" not in row:
+                left = self.other_plan(model, x, key.rpartition(", ")[2]).achieved
+                row["channels_kept"] = left["channels"] / left["dense_channels"]
+            peer = self.peer(model, row["channels_kept"], name)
+            row["peer"] = peer if isinstance(peer, str) else "measured"
+            if isinstance(peer, nn.Module):
+                forms = {"dense": dense, "torch_pruning": self.deployed(peer, x, dense.backend)}
+                today = {"date": datetime.date.today().isoformat()}
+                row["torch_pruning"] = today | self.turns(forms, x)["torch_pruning"]
+                self.console.print(
+                    f"peers {key}: {row['torch_pruning']['speed']:.3f} as {row['torch_pruning']['form']}"
+                )
+            self.write()
 
     def sweep(self, name: str, batch: int) -> None:
         """Every cut in the same form, so that a curve is a curve. Known ones are measured anew only if asked."""
