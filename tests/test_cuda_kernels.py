@@ -96,6 +96,7 @@ def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
     )
     cuda._most.cache_clear()
+    cuda._tiles_fit.cache_clear()
     never = 1 << 20  # as compiled above
     monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0) for b in (1, 2, 4, 8, 16)})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))

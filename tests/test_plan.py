@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.errors import SapwoodError
+from sapwood.planning.counts import Steps
 from tests.helpers import build, size
 from tests.nets import Pool, conv
 
@@ -174,3 +177,19 @@ def test_more_channels_than_asked_for_are_told() -> None:
     assert held.achieved["channels"] == 96 + 32 and not any("stay, not" in note for note in held.notes)
     with pytest.raises(SapwoodError, match="use a smaller round_to"):
         sw.make_plan(model, IMAGE, sw.Budget(params=0.02), round_to=32)
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "global"])
+def test_steps_that_a_device_likes_give_way_to_the_budget(allocate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["sapwood.pipeline.prune"], "preferred", lambda *_: Steps(64, 8))
+    layers = (nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 8, 1))
+    model = nn.Sequential(*layers).eval()
+    shares = {}
+    for share in (0.9, 0.5, 0.25, 0.1):
+        plan = sw.make_plan(model, IMAGE, sw.Budget(channels=share), round_to="auto", allocate=allocate)
+        shares[share] = plan.achieved["channels"] / 320
+        assert all(len(kept) % 8 == 0 for kept in plan.groups.values())
+        assert shares[share] <= 1.05 * share and not any("stay, not" in note for note in plan.notes)
+    if allocate == "uniform":
+        assert shares[0.5] == 0.5 and shares[0.1] == (8 + 16) / 320  # steps of 16 and 64, and of 8 and 16
+    assert sw.make_plan(model, IMAGE, sw.Budget(params=0.02), round_to="auto").achieved["params"] <= 0.02 * size(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +37,44 @@ def draft_plan(
         raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
     barred = frozen_groups or {}
     fixed = fixed_groups(trace, ignore, barred)
-    counts = _count(trace, scores, budget, allocate, round_to, fixed, barred)
+
+    def count(steps: RoundTo) -> list[int]:
+        return _count(trace, scores, budget, allocate, steps, fixed, barred)
+
+    counts, too_many = _in_steps(trace, budget, round_to, count)
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
-    dense, left = plan.achieved["dense_channels"], plan.achieved["channels"]
-    if budget.kind == "channels" and round_to is not None and left > 1.05 * budget.limit(dense):
-        plain = trace.costs.evaluate("channels", _count(trace, scores, budget, allocate, None, fixed, barred))
-        asked, step = max(plain, budget.limit(dense)), plan.budget["round_to"]
-        if left > 1.05 * asked:
-            told = f"{left / dense:.0%} of the channels stay, not {asked / dense:.0%}"
-            plan = replace(plan, notes=(*plan.notes, f"{told}: no layer is cut below round_to, {step}"))
+    if too_many:
+        plan = replace(
+            plan, notes=(*plan.notes, f"{too_many}: no layer is cut below round_to, {plan.budget['round_to']}")
+        )
     return plan
+
+
+def _in_steps(
+    trace: Trace, budget: Budget, round_to: RoundTo, count: Callable[[RoundTo], list[int]]
+) -> tuple[list[int], str]:
+    """Counts in the steps that a device likes, or in finer ones where those leave more than was asked for; and what is
+    to be said where all of them do."""
+    ways = [round_to]
+    if isinstance(round_to, Steps):
+        ways += [replace(round_to, parts=round_to.parts << i) for i in range(1, 5)]
+    dense = trace.costs.evaluate("channels", trace.dense)
+    told = ""
+    for way in ways:
+        try:
+            counts = count(way)
+        except SapwoodError:
+            if way is ways[-1]:
+                raise
+            continue
+        left, asked = trace.costs.evaluate("channels", counts), budget.limit(dense)
+        if way is None or budget.kind != "channels" or left <= 1.05 * asked:
+            return counts, ""
+        asked = max(trace.costs.evaluate("channels", count(None)), asked)
+        told = "" if left <= 1.05 * asked else f"{left / dense:.0%} of the channels stay, not {asked / dense:.0%}"
+        if not told:
+            break
+    return counts, told
 
 
 def fixed_groups(trace: Trace, ignore: Iterable[str], barred: Mapping[str, str]) -> np.ndarray:

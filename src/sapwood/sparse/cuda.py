@@ -60,7 +60,7 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
     if out.numel():
-        by_tiles = len(x) >= TILED and x.element_size() == 2
+        by_tiles = len(x) >= TILED and x.element_size() == 2 and _tiles_fit(x.device.index)
         (_launch_tiles if by_tiles else _launch)(x, packed, bias, out)
     return out
 
@@ -111,6 +111,17 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
         _add_up(partial, bias, out)
 
 
+@functools.cache
+def _tiles_fit(device: int) -> bool:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) >= _room_of_tiles(16)
+
+
+def _room_of_tiles(batch: int) -> int:
+    """Bytes of shared memory: eight rows of a tile, twice, and the sums of all warps, twice."""
+    return 2 * 8 * TILE * 2 + 2 * TILED_WARPS * batch * 32
+
+
 def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     (rows, columns), batch, device = packed.shape, len(x), x.device.index
     tiles, padded, warps = tiles_of(columns), 8 if batch <= 8 else 16, TILED_WARPS
@@ -118,10 +129,9 @@ def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, ou
     blocks = min(max(1, processors // tiles), -(-rows // 8))
     partial = torch.empty((tiles, batch, rows), device=x.device) if tiles > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if tiles > 1 else bias, out, partial)
-    shared = 2 * 8 * TILE * 2 + 2 * warps * padded // 8 * 256
     sizes = (rows, columns, tiles, batch, len(packed.places))
     name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}, {warps}>"
-    _kernel(name, device)((blocks, tiles), 32 * warps, shared, (*tensors, *sizes))
+    _kernel(name, device)((blocks, tiles), 32 * warps, _room_of_tiles(padded), (*tensors, *sizes))
     if partial is not None:
         _add_up(partial, bias, out)
 
