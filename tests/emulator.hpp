@@ -42,6 +42,7 @@ template <class T> static T __ldcs(const T *at) {
     if (!waited[current]) fail("loads weights before it has waited");
     return *at;
 }
+template <class T> static T __ldcg(const T *at) { return __ldcs(at); }
 
 // ---- fibers ----
 static std::vector<ucontext_t> fibers;
@@ -185,8 +186,7 @@ template <class T> static void write_at(u32 at, T value) {
     memcpy(shared_bytes + at, &value, sizeof(T));
 }
 static void write16(u32 at, uint4 what) { write_at(at, what); }
-static void write2(u32 at, u32 word) { write_at(at, (u16)word); }
-static void write2_if_any(u32 at, u32 word) { if (word & 0xffffu) write2(at, word); }
+static void write2_if(u32 wanted, u32 at, u32 word) { if (wanted) write_at(at, (u16)word); }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);

@@ -23,11 +23,11 @@ SHAPES = (
     *("1, 8, 4, 1, 16, 1, 1", "1, 8, 2, 1, 16, 1, 1", "0, 16, 4, 1, 16, 1, 1", "0, 16, 1, 2, 16, 1, 1"),
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
 )
-TILES = ("sparse_tiles<0, 16, 32>", "sparse_tiles<1, 16, 16>", "sparse_tiles<1, 8, 32>")
+TILES = ("sparse_tiles<0, 16, 16>", "sparse_tiles<0, 8, 16>", "sparse_tiles<1, 16, 32>")
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
-NEAR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-22}
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def _weight(rows: int, columns: int, zeros: float, dtype: torch.dtype) -> torch.
 def _require_near(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.isinf(), exact.isinf())
-    size = exact.abs() + 0.05 * (x.double().abs() @ weight.double().abs().t()) + 1e-3
-    off = ((found.double() - exact).abs() / size)[exact.isfinite()]
-    assert len(off) == 0 or float(off.max()) < NEAR[found.dtype]
+    allowed = NEAR[found.dtype] * exact.abs() + 2e-6 * (x.double().abs() @ weight.double().abs().t()) + 1e-6
+    off = ((found.double() - exact).abs() / allowed)[exact.isfinite()]  # one rounding at the end, of a sum in float32
+    assert len(off) == 0 or float(off.max()) < 1
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -137,13 +137,22 @@ def test_products_agree_with_dense_ones(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("kind", "batch", "warps"), [(0, 16, 32), (1, 16, 16), (1, 11, 16), (1, 6, 32)])
+@pytest.mark.parametrize(("kind", "batch", "warps"), [(0, 16, 16), (0, 11, 16), (0, 6, 16), (1, 16, 32)])
 def test_products_by_tiles_agree_with_dense_ones(
     kind: int, batch: int, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "TILED", 5)
     monkeypatch.setattr(cuda, "TILED_WARPS", warps)
     require_right(kind, batch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_chunks_across_the_middle_of_a_tile_beside_the_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "TILED", 5)
+    weight = torch.zeros(8, 4096, dtype=torch.bfloat16)
+    weight[0, 8:], weight[7, 2048:] = torch.randn(4088), torch.randn(2048)
+    x = torch.randn(8, 4096).bfloat16()
+    _require_near(cuda.linear(x, pack_weight(weight, by_kind=True), None), x, weight, None)
 
 
 def require_right(kind: int, batch: int) -> None:

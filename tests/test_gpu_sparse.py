@@ -23,9 +23,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-@pytest.fixture(params=["started early", "in turn"], autouse=True)
+@pytest.fixture(params=["started early", "in turn", "by tiles"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(nvrtc, "EARLY", request.param != "in turn")
+    if request.param == "by tiles":
+        monkeypatch.setattr(cuda, "TILED", 5)
     return str(request.param)
 
 

@@ -110,7 +110,7 @@ def test_rows_far_apart_columns_and_large_matrices() -> None:
     wide = torch.zeros(3, 100_000)
     wide[0, 99_999] = wide[2, 0] = wide[2, 65_536] = 2.0
     assert torch.equal(unpack_weight(pack_weight(wide)), wide)
-    with pytest.raises(SapwoodError, match="at most 1048576 columns"):
+    with pytest.raises(SapwoodError, match="at most 1073741824 x 1048576 weights"):
         pack_weight(torch.zeros(1, 1_048_577))
 
 
@@ -405,3 +405,10 @@ print(torch.get_num_threads())
     plain = {k: v for k, v in os.environ.items() if not k.endswith("NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain, cwd=tmp_path)
     assert done.stdout.split() == ["1"], done.stderr[-2000:]
+
+
+def test_a_bias_of_another_kind_is_refused() -> None:
+    packed = pack_weight(torch.eye(4))
+    for bias in (torch.ones(3), torch.ones(4).bfloat16()):
+        with pytest.raises(SapwoodError, match="a bias of 4 numbers"):
+            operator.sparse_linear(torch.ones(2, 4), packed.values, packed.places, packed.starts, bias, 4, 8)

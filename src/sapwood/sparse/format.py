@@ -27,7 +27,7 @@ FIRST_BITS, STEP_BITS = 20, 6
 STEP = (1 << STEP_BITS) - 1
 STEPS = STEP_BITS * (CHUNK - 1)
 """Bits of all steps, after which the first column lies, and then whether steps count by ``KINDS``."""
-MOST_COLUMNS = 1 << FIRST_BITS
+MOST_COLUMNS, MOST_ROWS = 1 << FIRST_BITS, 1 << 30
 MOST_CHUNKS = (1 << 31) - (1 << 20)
 """The kernels count beyond the last one, in 32 bits."""
 TILE = 4096
@@ -78,8 +78,9 @@ def pack_weight(weight: torch.Tensor, by_kind: bool | None = None) -> Packed:
             "pack",
         )
     rows, columns = weight.shape
-    if columns > MOST_COLUMNS:
-        raise explain(f"at most {MOST_COLUMNS} columns", f"{columns}", "Leave this layer dense.", "pack")
+    if columns > MOST_COLUMNS or rows > MOST_ROWS:
+        most = f"at most {MOST_ROWS} x {MOST_COLUMNS} weights"
+        raise explain(most, f"{rows} x {columns}", "Leave this layer dense.", "pack")
     weight = weight.detach()
     step = max(1, _AT_ONCE // (tiles_of(columns) * TILE))
     enough = ENOUGH if (weight.is_cuda if by_kind is None else by_kind) else TILE + 1

@@ -40,7 +40,7 @@ def sparse_linear(
 ) -> torch.Tensor:
     """x times a packed weight, plus the bias. Above ``most`` rows of x the weight is unpacked for the call."""
     packed = Packed(values, places, starts, ((len(starts) - 1) // tiles_of(columns), columns))
-    _require(x, packed)
+    _require(x, packed, bias)
     flat = x.reshape(-1, columns).contiguous()
     shape = (*x.shape[:-1], packed.shape[0])
     if len(flat) <= most and not unready(x.device, x.dtype):
@@ -62,7 +62,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _require(x: torch.Tensor, packed: Packed) -> None:
+def _require(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> None:
     columns = packed.shape[1]
     if x.dim() == 0 or x.shape[-1] != columns:
         raise explain(f"inputs of {columns} features", f"shape {tuple(x.shape)}", "Check the input.", "SparseLinear")
@@ -71,6 +71,13 @@ def _require(x: torch.Tensor, packed: Packed) -> None:
             f"inputs of {packed.values.dtype} on {packed.values.device}",
             f"{x.dtype} on {x.device}",
             "Move the input, or the model.",
+            "SparseLinear",
+        )
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (packed.shape[:1], x.dtype, x.device):
+        raise explain(
+            f"a bias of {packed.shape[0]} numbers, {x.dtype} on {x.device}",
+            f"{tuple(bias.shape)} of {bias.dtype} on {bias.device}",
+            "Give it the dtype of the inputs.",
             "SparseLinear",
         )
 

@@ -119,7 +119,7 @@ __device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch,
             const int own = unit + i * warps, b = own % EIGHTS * 8 + lane / 4;
             got[i] = make_uint4(0, 0, 0, 0);
             if (own < units && b < batch)
-                got[i] = *reinterpret_cast<const uint4 *>(from + (long long)b * columns + own / EIGHTS * 32);
+                got[i] = __ldcg(reinterpret_cast<const uint4 *>(from + (long long)b * columns + own / EIGHTS * 32));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
@@ -138,7 +138,8 @@ __device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch,
     return (spoilt & 0x7fffu) > INFINITE<KIND> || (spoilt >> 16 & 0x7fffu) > INFINITE<KIND>;
 }
 
-// x into shared memory, column by column; whether any of it is infinite or no number.
+// x into shared memory, column by column; whether any of it is infinite or no number. Past the first cache, which might
+// have what lay there when an earlier kernel read it.
 template <int KIND, int BATCH>
 __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base, int width) {
     typedef typename Kind<KIND>::Raw Raw;
@@ -153,7 +154,7 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
         constexpr int MANY = 16 / sizeof(Raw);
         if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
             for (int c = threadIdx.x; c < width / MANY; c += blockDim.x) {
-                const uint4 got = reinterpret_cast<const uint4 *>(from + base)[c];
+                const uint4 got = __ldcg(reinterpret_cast<const uint4 *>(from + base) + c);
                 const u32 words[4] = {got.x, got.y, got.z, got.w};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -190,7 +191,7 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
                 u32 two[BATCH];
 #pragma unroll
                 for (int b = 0; b < BATCH; b++)
-                    two[b] = b < batch ? *reinterpret_cast<const u32 *>(from + (long long)b * columns + base + c) : 0;
+                    two[b] = b < batch ? __ldcg(reinterpret_cast<const u32 *>(from + (long long)b * columns + base + c)) : 0;
                 Raw left[BATCH], right[BATCH];
 #pragma unroll
                 for (int b = 0; b < BATCH; b++) {
@@ -219,7 +220,7 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
         Raw got[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            got[b] = b < batch ? from[(long long)b * columns + base + c] : (Raw)0;
+            got[b] = b < batch ? __ldcg(from + (long long)b * columns + base + c) : (Raw)0;
             bad |= (got[b] & TOP) == TOP;
         }
         store(c, got);

@@ -96,14 +96,10 @@ __device__ __forceinline__ void write16(u32 at, uint4 what) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(what.x), "r"(what.y), "r"(what.z), "r"(what.w)
                  : "memory");
 }
-__device__ __forceinline__ void write2(u32 at, u32 word) {  // its low half
-    asm volatile("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nst.shared.b16 [%0], low;\n}" ::"r"(at), "r"(word)
-                 : "memory");
-}
-// The same, unless that is zero; without a branch.
-__device__ __forceinline__ void write2_if_any(u32 at, u32 word) {
-    asm volatile("{\n.reg .pred p;\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nsetp.ne.b16 p, low, 0;\n"
-                 "@p st.shared.b16 [%0], low;\n}" ::"r"(at), "r"(word)
+// The low half of a word, without a branch.
+__device__ __forceinline__ void write2_if(u32 wanted, u32 at, u32 word) {
+    asm volatile("{\n.reg .pred p;\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nsetp.ne.u32 p, %0, 0;\n"
+                 "@p st.shared.b16 [%1], low;\n}" ::"r"(wanted), "r"(at), "r"(word)
                  : "memory");
 }
 

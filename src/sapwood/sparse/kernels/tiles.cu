@@ -27,9 +27,11 @@ template <int KIND, int SETS, int STRIDE> struct Sets {
     }
 };
 
-// What is not zero, to its place. Chunks with steps by eights have no zeros; in others they may stand for columns that
-// have a value elsewhere.
-template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, u32 to, int row, int base) {
+// What is not zero, to its place. Zeros may stand for columns that have a value elsewhere, but in chunks with steps by
+// eights only for their own. ``there``: whether the lane has a chunk.
+template <int KIND>
+__device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, bool there, u32 to, int row, int base) {
+    if (!__any_sync(ALL, there)) return;
     const u32 low = (u32)chunk.place, high = (u32)(chunk.place >> 32);
     const u32 first = (high >> 10 & 0xfffffu) - base, eights = high >> 30 & 1;
     const auto step = [&](int i, int left) {  // the i-th, so many bits to the left
@@ -39,22 +41,27 @@ template <int KIND> __device__ __forceinline__ void write_out(const Chunk<KIND> 
         return bits & 63u << left;
     };
     const auto place = [&](u32 column) {
-        return to + column % 2048 / 8 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + column / 2048 * 2;
+        return column % 2048 / 8 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + column / 2048 * 2;
     };
-    u32 at[CHUNK];
-    at[0] = place(first);
+    const auto value = [&](int i) { return i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2); };
+    if (__all_sync(ALL, eights || !there)) {
+        u32 at[CHUNK];
+        at[0] = place(first);
 #pragma unroll
-    for (int i = 1; i < CHUNK; i++) at[i] = at[i - 1] + step(i, 8);
-    const bool straight = eights && first % 2048 / 8 * 256 + (at[CHUNK - 1] - at[0]) < BUFFER;
-    if (__all_sync(ALL, straight)) {
+        for (int i = 1; i < CHUNK; i++) at[i] = at[i - 1] + step(i, 8);
+        const u32 back = first < 2048 ? BUFFER - 2 : 0;
+        if (__any_sync(ALL, there && back && at[CHUNK - 1] >= BUFFER)) {  // into the second half of the tile
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) write2(at[i], i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
+            for (int i = 1; i < CHUNK; i++) at[i] = min(at[i], at[i] - back);  // which is more, unless it is beyond
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) write2_if(there, to + at[i], value(i));
     } else {
         u32 column = first;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             if (i) column += step(i, 0) * (eights ? 8 : 1);
-            write2_if_any(place(column), i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
+            write2_if(value(i) & 0xffffu, to + place(column), value(i));
         }
     }
 }
@@ -71,11 +78,11 @@ __device__ __forceinline__ void take(const u16 *x, int left, bool wide, int t, u
             const int at = 8 * j + 2048 * p;
             uint4 got = make_uint4(0, 0, 0, 0);
             if (wide) {
-                if (at < left) got = *reinterpret_cast<const uint4 *>(x + at);
+                if (at < left) got = __ldcg(reinterpret_cast<const uint4 *>(x + at));
             } else {
                 u32 one[8];
 #pragma unroll
-                for (int i = 0; i < 8; i++) one[i] = at + i < left ? x[at + i] : 0;
+                for (int i = 0; i < 8; i++) one[i] = at + i < left ? __ldcg(x + at + i) : 0;
                 got = make_uint4(one[0] | one[1] << 16, one[2] | one[3] << 16, one[4] | one[5] << 16, one[6] | one[7] << 16);
             }
             half[p][0] = t & 2 ? got.y : got.x, half[p][1] = t & 2 ? got.x : got.y;
@@ -135,11 +142,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 
     const auto scatter = [&](u32 to) {
 #pragma unroll
-        for (int i = 0; i < SETS; i++) write_out(sets.chunk[i], to, g, base);
+        for (int i = 0; i < SETS; i++) write_out(sets.chunk[i], sets.at + i * STRIDE < sets.last, to, g, base);
         for (int at = sets.at + SETS * STRIDE; __any_sync(ALL, at < sets.last); at += STRIDE) {
             Chunk<KIND> chunk;
             sets.read(chunk, values, places, at);
-            write_out(chunk, to, g, base);
+            write_out(chunk, at < sets.last, to, g, base);
         }
     };
     __syncthreads();  // all is clear
