@@ -9,6 +9,7 @@
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int ROWS = 8, BUFFER = ROWS * TILE * 2;
+constexpr int SCOUT = 1;  // whether chunks are sent for before they are loaded
 
 // The chunks of a lane: its row has a quarter of a set, and a warp every so manieth set.
 template <int KIND, int SETS, int STRIDE> struct Sets {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             if (at >= 0 && at < last && at < chunks) Chunk<KIND>::send_for_it(values, places, at);
         }
     };
-    int unit = blockIdx.x, first, last, next_first, next_last;
+    int unit = blockIdx.x, first, last, next_first, next_last, after_first, after_last;
     let_others_start();
     look(unit, first, last);  // what is not yet there does no harm
     prefetch(first, last);
@@ -128,8 +129,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     wait_for_others();
     look(unit, first, last);
     look(unit + gridDim.x, next_first, next_last);
+    look(unit + 2 * gridDim.x, after_first, after_last);
     Sets<KIND, SETS, STRIDE> sets;
     sets.load(values, places, first, last, own);
+    const auto load_next = [&](int then) {  // and look for those of a later unit
+        sets.load(values, places, next_first, next_last, own);
+        if constexpr (SCOUT) prefetch(after_first, after_last);
+        next_first = after_first, next_last = after_last;
+        look(then, after_first, after_last);
+    };
 
     u32 a[EIGHTS][WORDS];
     const int column = base + warp * (SLICE / 2) + t * (SLICE / 8), left = base + width - column;
@@ -151,8 +159,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     };
     __syncthreads();  // all is clear
     scatter(buffer);
-    sets.load(values, places, next_first, next_last, own);
-    look(unit + 2 * gridDim.x, next_first, next_last);
+    load_next(unit + 3 * gridDim.x);
     __syncthreads();
 
     u32 from[4];  // where a lane finds its words
@@ -165,8 +172,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         const u32 now = buffer + turn % 2 * BUFFER, later = buffer + (turn + 1) % 2 * BUFFER;
         float2 *own_sums = sums + turn % 2 * WARPS * EIGHTS * 32;
         if (unit + gridDim.x < units) scatter(later);
-        sets.load(values, places, next_first, next_last, own);
-        look(unit + 3 * gridDim.x, next_first, next_last);
+        load_next(unit + 4 * gridDim.x);
 
         float sum[4] = {0, 0, 0, 0}, other_sum[4] = {0, 0, 0, 0};  // by turns: each waits for its last
 #pragma unroll
