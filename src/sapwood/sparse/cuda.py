@@ -101,14 +101,9 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     units = -(-rows // at_once)
     active = warps // split * split if split > 1 else -(-units // (blocks * -(-units // (blocks * warps))))
     blocks = min(blocks, -(-units * split // active))
-    partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
-    tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    sizes = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
     name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {ahead}>"
-    threads = 32 * (active if split > 1 else warps)
-    _kernel(name, device)((blocks, parts), threads, needed + 4 * warps * padded, (*tensors, *sizes))
-    if partial is not None:
-        _add_up(partial, bias, out)
+    shape = (blocks, parts), 32 * (active if split > 1 else warps), needed + 4 * warps * padded
+    _run(name, shape, (x, packed, bias, out), (here, len(packed.places), active))
 
 
 @functools.cache
@@ -123,24 +118,30 @@ def _room_of_tiles(batch: int) -> int:
 
 
 def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    (rows, columns), batch, device = packed.shape, len(x), x.device.index
-    tiles, padded, warps = tiles_of(columns), 8 if batch <= 8 else 16, TILED_WARPS
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    (rows, columns), padded = packed.shape, 8 if len(x) <= 8 else 16
+    tiles, processors = tiles_of(columns), torch.cuda.get_device_properties(x.device.index).multi_processor_count
     blocks = min(max(1, processors // tiles), -(-rows // 8))
-    partial = torch.empty((tiles, batch, rows), device=x.device) if tiles > 1 else None
-    tensors = (packed.values, packed.places, packed.starts, x, None if tiles > 1 else bias, out, partial)
-    sizes = (rows, columns, tiles, batch, len(packed.places))
-    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}, {warps}>"
-    _kernel(name, device)((blocks, tiles), 32 * warps, _room_of_tiles(padded), (*tensors, *sizes))
+    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}, {TILED_WARPS}>"
+    shape = (blocks, tiles), 32 * TILED_WARPS, _room_of_tiles(padded)
+    _run(name, shape, (x, packed, bias, out), (len(packed.places),))
+
+
+def _run(
+    name: str,
+    shape: tuple[tuple[int, int], int, int],
+    given: tuple[torch.Tensor, Packed, torch.Tensor | None, torch.Tensor],
+    more: tuple[int, ...],
+) -> None:
+    """``shape``: blocks and parts of the columns, threads, bytes of shared memory. Parts have sums of their own."""
+    x, packed, bias, out = given
+    (rows, columns), batch, parts, device = packed.shape, len(x), shape[0][1], x.device.index
+    partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
+    tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
+    _kernel(name, device)(*shape, (*tensors, rows, columns, tiles_of(columns), batch, *more))
     if partial is not None:
-        _add_up(partial, bias, out)
-
-
-def _add_up(partial: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    parts, batch, rows = partial.shape
-    given = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
-    blocks = min(4096, -(-batch * rows // 256))
-    _kernel(f"sum_parts<{KINDS[out.dtype]}>", out.device.index)((blocks, 1), 256, 0, given)
+        totals = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
+        blocks = min(4096, -(-batch * rows // 256))
+        _kernel(f"sum_parts<{KINDS[out.dtype]}>", device)((blocks, 1), 256, 0, totals)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:

@@ -16,11 +16,10 @@ template <int BYTES> struct Walk {
         const u32 high = (u32)(place >> 32);
         // No chunk says column 0, which may lie before all that is there.
         now = max((int)(((high & 0x3ffffc00u) >> SHIFT) + origin), (int)place_of(shared));
-        step = high & 0x40000000u ? 8 * BYTES : BYTES;
+        step = by_eights(place) ? 8 * BYTES : BYTES;
     }
     __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
-        const u32 low = (u32)place, high = (u32)(place >> 32);
-        if (i) now += (i <= 5 ? low >> 6 * (i - 1) : i == 6 ? (u32)(place >> 30) : high >> 4) % 64 * step;
+        if (i) now += step_of(place, i) * step;
         return now;
     }
 };

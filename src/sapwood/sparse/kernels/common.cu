@@ -1,5 +1,6 @@
 // What the kernels share: numbers of 16 and 32 bits, and chunks of packed weights (see format.py).
 constexpr int CHUNK = 8, TILE = 4096;
+constexpr u32 ALL = 0xffffffffu;  // lanes
 
 template <int KIND> struct Kind { typedef u16 Raw; };
 template <> struct Kind<2> { typedef u32 Raw; };
@@ -58,6 +59,18 @@ template <int KIND> struct Chunk {
         else return ((i % 2 ? word(i / 2) >> 16 : word(i / 2)) & 0xffffu) == 0;
     }
 };
+
+// What a word of places says: the first column, whether steps count by eights, and the i-th step (1 to 7), so many bits to
+// the left.
+__device__ __forceinline__ u32 first_of(u64 place) { return (u32)(place >> 42) & 0xfffffu; }
+__device__ __forceinline__ bool by_eights(u64 place) { return (u32)(place >> 32) & 0x40000000u; }
+__device__ __forceinline__ u32 step_of(u64 place, int i, int left = 0) {
+    const u32 low = (u32)place, high = (u32)(place >> 32);
+    const int from = 6 * (i - 1);
+    const u32 bits = i == 6 ? (u32)(place >> (from - left)) : i == 7 ? high << left >> 4
+                     : from < left ? low << (left - from) : low >> (from - left);
+    return bits & 63u << left;
+}
 
 // The sum of a row of W and row b of x: to the sums of this part of the columns, or with the bias to y.
 template <int KIND>

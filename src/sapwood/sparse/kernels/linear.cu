@@ -7,8 +7,6 @@
 // works on these, or after.
 // Sums are made in fp32, always in the same order.
 
-constexpr u32 ALL = 0xffffffffu;
-
 template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int AHEAD>
 __global__ void __launch_bounds__(WARPS * 32, PER)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,

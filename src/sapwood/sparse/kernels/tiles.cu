@@ -7,7 +7,6 @@
 // Column 2048 p + 8 j + 4 h + k (p, h: 0 or 1, k: 0 to 3) of row r lies at 256 j + 128 h + 16 r + 4 k + 2 p. So eight
 // rows of four kinds each are written to 32 banks, and lanes that look for four kinds of eight rows read from 32.
 
-constexpr u32 ALL = 0xffffffffu;
 constexpr int ROWS = 8, BUFFER = ROWS * TILE * 2;
 constexpr int SCOUT = 1;  // whether chunks are sent for before they are loaded
 
@@ -33,14 +32,8 @@ template <int KIND, int SETS, int STRIDE> struct Sets {
 template <int KIND>
 __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, bool there, u32 to, int row, int base) {
     if (!__any_sync(ALL, there)) return;
-    const u32 low = (u32)chunk.place, high = (u32)(chunk.place >> 32);
-    const u32 first = (high >> 10 & 0xfffffu) - base, eights = high >> 30 & 1;
-    const auto step = [&](int i, int left) {  // the i-th, so many bits to the left
-        const int from = 6 * (i - 1);
-        const u32 bits = i == 6 ? (u32)(chunk.place >> (from - left)) : i == 7 ? high << left >> 4
-                         : from < left ? low << (left - from) : low >> (from - left);
-        return bits & 63u << left;
-    };
+    const u32 first = first_of(chunk.place) - base;
+    const bool eights = by_eights(chunk.place);
     const auto place = [&](u32 column) {
         return column % 2048 / 8 * 256 + (column & 4) * 32 + row * 16 + (column & 3) * 4 + column / 2048 * 2;
     };
@@ -49,7 +42,7 @@ __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, bool there, 
         u32 at[CHUNK];
         at[0] = place(first);
 #pragma unroll
-        for (int i = 1; i < CHUNK; i++) at[i] = at[i - 1] + step(i, 8);
+        for (int i = 1; i < CHUNK; i++) at[i] = at[i - 1] + step_of(chunk.place, i, 8);
         const u32 back = first < 2048 ? BUFFER - 2 : 0;
         if (__any_sync(ALL, there && back && at[CHUNK - 1] >= BUFFER)) {  // into the second half of the tile
 #pragma unroll
@@ -61,7 +54,7 @@ __device__ __forceinline__ void write_out(const Chunk<KIND> &chunk, bool there, 
         u32 column = first;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
-            if (i) column += step(i, 0) * (eights ? 8 : 1);
+            if (i) column += step_of(chunk.place, i) * (eights ? 8 : 1);
             write2_if(value(i) & 0xffffu, to + place(column), value(i));
         }
     }

@@ -14,21 +14,6 @@ __global__ void sum_parts(const float *partial, const void *bias, void *y, int p
     }
 }
 
-// The columns of a chunk from ``base`` on, one after the other.
-struct Columns {
-    u64 place;
-    u32 now, step;
-
-    __device__ __forceinline__ Columns(u64 place, u32 base) : place(place) {
-        now = ((u32)(place >> 42) & 0xfffffu) - base;
-        step = place >> 62 & 1 ? 8 : 1;
-    }
-    __device__ __forceinline__ u32 operator[](int i) {  // 0 to 7, in this order
-        if (i) now += (u32)(place >> 6 * (i - 1)) % 64 * step;
-        return now;
-    }
-};
-
 // The dense matrix again: a warp fills a row of a tile in shared memory and writes it out.
 template <int KIND>
 __global__ void unpack(const void *values, const u64 *places, const int *starts, void *dense, int rows, int columns,
@@ -45,10 +30,10 @@ __global__ void unpack(const void *values, const u64 *places, const int *starts,
         for (int c = starts[cell] + lane; c < starts[cell + 1]; c += 32) {
             Chunk<KIND> chunk;
             chunk.load(values, places, c);
-            Columns columns_of(chunk.place, base);
+            u32 column = first_of(chunk.place) - base;
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) {
-                const u32 column = columns_of[i];
+                if (i) column += step_of(chunk.place, i) * (by_eights(chunk.place) ? 8 : 1);
                 if (chunk.filler(i)) continue;
                 if constexpr (KIND == 2) own[column] = chunk.word(i);
                 else own[column] = (u16)(i % 2 ? chunk.word(i / 2) >> 16 : chunk.word(i / 2));
