@@ -23,8 +23,6 @@ struct Place { unsigned x, y, z; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
-struct alignas(8) float2 { float x, y; };
-static float2 make_float2(float x, float y) { return float2{x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return uint4{x, y, z, w}; }
 static float __uint_as_float(u32 raw) { float value; memcpy(&value, &raw, 4); return value; }
 static u32 __float_as_uint(float value) { u32 raw; memcpy(&raw, &value, 4); return raw; }
@@ -99,8 +97,6 @@ static int __reduce_max_sync(u32 mask, int value) {
     for (int by = 16; by; by /= 2) value = max(value, exchange(value, current % 32 ^ by));
     return value;
 }
-static bool __any_sync(u32 mask, bool value) { return __reduce_max_sync(mask, value) != 0; }
-static bool __all_sync(u32 mask, bool value) { return !__any_sync(mask, !value); }
 static u32 __byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
     u32 found = 0;
@@ -123,9 +119,9 @@ static u16 to_brain(float value) {
 }
 static void remember(u32 &) {}
 constexpr bool TURNS = true;
-static void store_matrices(const u32 (&x)[4], void *to, u32 offset) {
+static void store_matrices(const u32 (&x)[4], u32 to) {
     Warp &warp = warps[current / 32];
-    warp.from[current % 32] = (u32)(static_cast<unsigned char *>(to) - shared_bytes) + offset;
+    warp.from[current % 32] = to;
     for (int m = 0; m < 4; m++) warp.words[current % 32][m] = x[m];
     together([](Warp &w) {
         for (int m = 0; m < 4; m++) {
@@ -185,8 +181,21 @@ template <class T> static void write_at(u32 at, T value) {
     if (at % sizeof(T) || at + sizeof(T) > (u32)room) fail("writes where nothing is");
     memcpy(shared_bytes + at, &value, sizeof(T));
 }
-static void write16(u32 at, uint4 what) { write_at(at, what); }
-static void write2_if(u32 wanted, u32 at, u32 word) { if (wanted) write_at(at, (u16)word); }
+struct Copy { u32 to; const void *from; };
+static std::vector<std::vector<std::vector<Copy>>> on_their_way;  // of each thread, set by set; they arrive when waited for
+static void copy16(u32 to, const void *from, bool there) {
+    if (!waited[current]) fail("copies x before it has waited");
+    if ((uintptr_t)from % 16) fail("copies from a place that is not aligned");
+    on_their_way[current].back().push_back(Copy{to, there ? from : nullptr});
+}
+static void end_set() { on_their_way[current].emplace_back(); }
+template <int LEFT> static void wait_for_sets() {
+    auto &sets = on_their_way[current];  // the last one is open
+    while (sets.size() > LEFT + 1) {
+        for (const Copy &copy : sets.front()) write_at(copy.to, copy.from ? *static_cast<const uint4 *>(copy.from) : uint4{});
+        sets.erase(sets.begin());
+    }
+}
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
     return KIND == 0 ? __uint_as_float((u32)raw << 16) : from_half(raw);
@@ -225,7 +234,7 @@ static void run_grid(int across, int down, int threads, int bytes, void (*what)(
         blockIdx = Place{(unsigned)(block % across), (unsigned)(block / across), 0};
         memset(shared_bytes, 0x7f, sizeof shared_bytes);  // not what a kernel would find by luck
         fibers.assign(threads, ucontext_t{}), warps.assign(threads / 32, Warp{}), done.assign(threads, 0);
-        waited.assign(threads, 0), arrived = any = 0;
+        waited.assign(threads, 0), on_their_way.assign(threads, {{}}), arrived = any = 0;
         for (int i = 0; i < threads; i++) {
             getcontext(&fibers[i]);
             fibers[i].uc_stack.ss_sp = stacks.data() + STACK * i, fibers[i].uc_stack.ss_size = STACK;

@@ -24,11 +24,9 @@ BITS = {2: torch.int16, 4: torch.int32}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-22}
 
 
-@pytest.fixture(params=["started early", "in turn", "by tiles"], autouse=True)
+@pytest.fixture(params=["started early", "in turn"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(nvrtc, "EARLY", request.param != "in turn")
-    if request.param == "by tiles":
-        monkeypatch.setattr(cuda, "TILED", 5)
     return str(request.param)
 
 

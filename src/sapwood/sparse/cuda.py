@@ -15,7 +15,6 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
-    "sparse_tiles": ("device.cu", "common.cu", "tiles.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
@@ -31,8 +30,6 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
-TILED, TILED_WARPS = 17, 16
-"""From so many rows of x of 16 bits on by dense products, with so many warps; off until measured."""
 FULL = 0.9
 """A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""
 
@@ -60,8 +57,7 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
     if out.numel():
-        by_tiles = len(x) >= TILED and x.element_size() == 2 and _tiles_fit(x.device.index)
-        (_launch_tiles if by_tiles else _launch)(x, packed, bias, out)
+        _launch(x, packed, bias, out)
     return out
 
 
@@ -103,45 +99,13 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     blocks = min(blocks, -(-units * split // active))
     name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {ahead}>"
     shape = (blocks, parts), 32 * (active if split > 1 else warps), needed + 4 * warps * padded
-    _run(name, shape, (x, packed, bias, out), (here, len(packed.places), active))
-
-
-@functools.cache
-def _tiles_fit(device: int) -> bool:
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) >= _room_of_tiles(16)
-
-
-def _room_of_tiles(batch: int) -> int:
-    """Bytes of shared memory: eight rows of a tile, twice, and the sums of all warps, twice."""
-    return 2 * 8 * TILE * 2 + 2 * TILED_WARPS * batch * 32
-
-
-def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    (rows, columns), padded = packed.shape, 8 if len(x) <= 8 else 16
-    tiles, processors = tiles_of(columns), torch.cuda.get_device_properties(x.device.index).multi_processor_count
-    blocks = min(max(1, processors // tiles), -(-rows // 8))
-    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}, {TILED_WARPS}>"
-    shape = (blocks, tiles), 32 * TILED_WARPS, _room_of_tiles(padded)
-    _run(name, shape, (x, packed, bias, out), (len(packed.places),))
-
-
-def _run(
-    name: str,
-    shape: tuple[tuple[int, int], int, int],
-    given: tuple[torch.Tensor, Packed, torch.Tensor | None, torch.Tensor],
-    more: tuple[int, ...],
-) -> None:
-    """``shape``: blocks and parts of the columns, threads, bytes of shared memory. Parts have sums of their own."""
-    x, packed, bias, out = given
-    (rows, columns), batch, parts, device = packed.shape, len(x), shape[0][1], x.device.index
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    _kernel(name, device)(*shape, (*tensors, rows, columns, tiles_of(columns), batch, *more))
+    sizes = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
+    _kernel(name, device)(*shape, (*tensors, *sizes))
     if partial is not None:
         totals = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
-        blocks = min(4096, -(-batch * rows // 256))
-        _kernel(f"sum_parts<{KINDS[out.dtype]}>", device)((blocks, 1), 256, 0, totals)
+        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-batch * rows // 256)), 1), 256, 0, totals)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:

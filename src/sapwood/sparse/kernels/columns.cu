@@ -101,44 +101,106 @@ template <int KIND, int BATCH, int ROWS, bool TENSOR> struct Sums {
     }
 };
 
-// The same for columns of 16 bytes and more, if there is nothing left over: 32 columns of eight rows at a time, which
-// a warp loads row by row and stores column by column. Lanes take their words in turn, so that no bank is met twice.
-template <int KIND, int BATCH>
-__device__ __forceinline__ bool fetch_turned(void *xs, const void *x, int batch, int columns, int base, int width) {
-    constexpr int EIGHTS = BATCH / 8, AT_ONCE = 4;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, turn = lane % 4;
-    const int to = lane % 8 / 2 * 8 + (lane / 8 + lane % 8 / 2) % 4 * 2 + lane % 2;  // the column that a lane stores
-    const u16 *from = reinterpret_cast<const u16 *>(x) + base + 8 * turn;
-    const int units = width / 32 * EIGHTS;
-    u32 spoilt = 0;
-    for (int unit = warp; unit < units; unit += AT_ONCE * warps) {
-        uint4 got[AT_ONCE];
+// Whether anything was infinite or no number, of what comes in words.
+template <int KIND> struct Spoilt {
+    u32 sum = 0;
+    __device__ __forceinline__ void meet(uint4 got) {
+        const u32 words[4] = {got.x, got.y, got.z, got.w};
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int own = unit + i * warps, b = own % EIGHTS * 8 + lane / 4;
-            got[i] = make_uint4(0, 0, 0, 0);
-            if (own < units && b < batch)
-                got[i] = __ldcg(reinterpret_cast<const uint4 *>(from + (long long)b * columns + own / EIGHTS * 32));
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int own = unit + i * warps;
-            if (own >= units) break;
-            u32 w[4] = {got[i].x, got[i].y, got[i].z, got[i].w}, turned[4];
-#pragma unroll
-            for (int m = 0; m < 4; m++) spoilt = spoil<KIND>(spoilt, w[m]);
-#pragma unroll
-            for (int m = 0; m < 4; m++) turned[m] = turn & 1 ? w[(m + 1) % 4] : w[m];
-#pragma unroll
-            for (int m = 0; m < 4; m++) w[m] = turn & 2 ? turned[(m + 2) % 4] : turned[m];
-            store_matrices(w, xs, own % EIGHTS * 16 * width + (own / EIGHTS * 32 + to) * 16);
+        for (int i = 0; i < 4; i++) {
+            if constexpr (KIND == 2) sum |= (words[i] & INFINITE<2>) == INFINITE<2>;
+            else sum = spoil<KIND>(sum, words[i]);
         }
     }
-    return (spoilt & 0x7fffu) > INFINITE<KIND> || (spoilt >> 16 & 0x7fffu) > INFINITE<KIND>;
-}
+    __device__ __forceinline__ operator bool() const {
+        if constexpr (KIND == 2) return sum;
+        else return (sum & 0x7fffu) > INFINITE<KIND> || (sum >> 16 & 0x7fffu) > INFINITE<KIND>;
+    }
+};
 
-// x into shared memory, column by column; whether any of it is infinite or no number. Past the first cache, which might
-// have what lay there when an earlier kernel read it.
+// Rows of x as they lie, copied into shared memory sixteen bytes at a time, and put in order where they are: one row as it
+// is; eight or sixteen of 32 columns at a time, which stmatrix stores column by column. Each lane copies and takes up
+// its own, so that nobody waits for others. Lanes take their words in turn, so that no bank is met twice.
+template <int KIND, int BATCH> struct Copies {
+    typedef typename Kind<KIND>::Raw Raw;
+    static constexpr bool TURNED = TURNS && KIND != 2 && BATCH >= 8;
+    static constexpr int MANY = 16 / sizeof(Raw), EIGHTS = TURNED ? BATCH / 8 : 1, AT_ONCE = TURNED ? 8 : 2;
+    const Raw *from;
+    int batch, columns, width, units, lane, warp, warps;
+    u32 to;
+
+    __device__ __forceinline__ Copies(void *xs, const void *x, int batch, int columns, int base, int width)
+        : from(reinterpret_cast<const Raw *>(x) + base), batch(batch), columns(columns), width(width),
+          lane(threadIdx.x % 32), warp(threadIdx.x / 32), warps(blockDim.x / 32), to(place_of(xs) + lane * 16) {
+        const bool aligned = (reinterpret_cast<u64>(from) & 15) == 0;
+        units = 0;
+        if (TURNED && aligned && columns % 8 == 0 && width % 32 == 0) units = width / 32;
+        if (BATCH == 1 && aligned && width % MANY == 0) units = (width / MANY + 31) / 32;
+    }
+    __device__ __forceinline__ bool possible() const { return units > 0; }
+    __device__ __forceinline__ bool there(int unit) const {
+        return unit < units && (TURNED || unit * 32 + lane < width / MANY);
+    }
+    // Some of a warp's units, from this one on.
+    __device__ __forceinline__ void start(int first) const {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int unit = first + i * warps;
+            if (there(unit)) {
+#pragma unroll
+                for (int e = 0; e < EIGHTS; e++) {
+                    const int b = 8 * e + lane / 4;
+                    const Raw *at = TURNED ? from + (long long)b * columns + unit * 32 + lane % 4 * 8
+                                           : from + (unit * 32 + lane) * MANY;
+                    copy16(to + e * 16 * width + unit * 512, !TURNED || b < batch ? at : from, !TURNED || b < batch);
+                }
+            }
+            end_set();
+        }
+    }
+    __device__ __forceinline__ void start() const { start(warp); }
+    // Whether any of it is infinite or no number.
+    __device__ __forceinline__ bool finish() const {
+        Spoilt<KIND> spoilt;
+        for (int first = warp; first < units; first += AT_ONCE * warps) {
+            if (first != warp) start(first);
+            take<0>(first, spoilt);
+        }
+        return spoilt;
+    }
+    template <int I> __device__ __forceinline__ void take(int first, Spoilt<KIND> &spoilt) const {
+        if constexpr (I < AT_ONCE) {
+            wait_for_sets<AT_ONCE - 1 - I>();
+            if (there(first + I * warps)) order(to + (first + I * warps) * 512, spoilt);
+            take<I + 1>(first, spoilt);
+        }
+    }
+    __device__ __forceinline__ void order(u32 at, Spoilt<KIND> &spoilt) const {
+        uint4 got[EIGHTS];
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            got[e] = read16(at + e * 16 * width);
+            spoilt.meet(got[e]);
+        }
+        if constexpr (TURNED) {
+            const int turn = lane % 4;
+            const int column = lane % 8 / 2 * 8 + (lane / 8 + lane % 8 / 2) % 4 * 2 + lane % 2;  // that the lane stores
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) {
+                u32 w[4] = {got[e].x, got[e].y, got[e].z, got[e].w}, turned[4];
+#pragma unroll
+                for (int m = 0; m < 4; m++) turned[m] = turn & 1 ? w[(m + 1) % 4] : w[m];
+#pragma unroll
+                for (int m = 0; m < 4; m++) w[m] = turn & 2 ? turned[(m + 2) % 4] : turned[m];
+                store_matrices(w, at - lane * 16 + column * 16 + e * 16 * width);
+            }
+        }
+    }
+};
+
+// The same for any x, column by column. Past the first cache, which might have what lay there when an earlier kernel read
+// it.
 template <int KIND, int BATCH>
 __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base, int width) {
     typedef typename Kind<KIND>::Raw Raw;
@@ -146,25 +208,6 @@ __device__ bool fetch(void *xs, const void *x, int batch, int columns, int base,
     const Raw *from = reinterpret_cast<const Raw *>(x);
     constexpr u32 TOP = INFINITE<KIND>;
     bool bad = false;
-    if constexpr (TURNS && KIND != 2 && BATCH >= 8)
-        if (columns % 8 == 0 && width % 32 == 0 && (reinterpret_cast<u64>(from) & 15) == 0)
-            return fetch_turned<KIND, BATCH>(xs, x, batch, columns, base, width);
-    if constexpr (BATCH == 1) {
-        constexpr int MANY = 16 / sizeof(Raw);
-        if (width % MANY == 0 && (reinterpret_cast<u64>(from + base) & 15) == 0) {
-            for (int c = threadIdx.x; c < width / MANY; c += blockDim.x) {
-                const uint4 got = __ldcg(reinterpret_cast<const uint4 *>(from + base) + c);
-                const u32 words[4] = {got.x, got.y, got.z, got.w};
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    bad |= (words[i] & TOP) == TOP;
-                    if constexpr (KIND != 2) bad |= (words[i] >> 16 & TOP) == TOP;
-                }
-                reinterpret_cast<uint4 *>(to)[c] = got;
-            }
-            return bad;
-        }
-    }
     const auto store = [&](int c, const Raw (&got)[BATCH]) {
         char *at = reinterpret_cast<char *>(xs) + c * WIDE<KIND, BATCH>;
         if constexpr (BYTES<KIND, BATCH> >= 16) {

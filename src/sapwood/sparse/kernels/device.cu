@@ -51,11 +51,9 @@ constexpr bool TURNS = true;
 #else
 constexpr bool TURNS = false;
 #endif
-__device__ __forceinline__ void store_matrices(const u32 (&x)[4], void *to, u32 offset) {
+__device__ __forceinline__ void store_matrices(const u32 (&x)[4], u32 to) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     (u32)__cvta_generic_to_shared(to) + offset),
-                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
 #endif
 }
@@ -92,15 +90,14 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     return raw;
 }
 
-__device__ __forceinline__ void write16(u32 at, uint4 what) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(what.x), "r"(what.y), "r"(what.z), "r"(what.w)
-                 : "memory");
+// Sixteen bytes into shared memory, or zeros, past the first cache and while the thread goes on. Copies are counted in
+// sets; a thread has what it copied itself when no more than so many sets are on their way.
+__device__ __forceinline__ void copy16(u32 to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
-// The low half of a word, without a branch.
-__device__ __forceinline__ void write2_if(u32 wanted, u32 at, u32 word) {
-    asm volatile("{\n.reg .pred p;\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nsetp.ne.u32 p, %0, 0;\n"
-                 "@p st.shared.b16 [%1], low;\n}" ::"r"(wanted), "r"(at), "r"(word)
-                 : "memory");
+__device__ __forceinline__ void end_set() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_for_sets() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 // [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).

@@ -38,6 +38,8 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
         if (at >= 0 && at < last && at < chunks) Chunk<KIND>::send_for_it(values, places, at);
     }
     wait_for_others();
+    const Copies<KIND, BATCH> copies(shared, x, batch, columns, base, width);
+    if (copies.possible()) copies.start();
     look(unit);
 
     // Where a lane is: its values and, with tensor cores another lane's, places. Sets of chunks count down; at ``gap``
@@ -73,7 +75,8 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
     Chunk<KIND> chunk, other;
     bool ends, other_ends;
     load(chunk, ends);  // while x is on its way
-    if (__syncthreads_or(fetch<KIND, BATCH>(shared, x, batch, columns, base, width))) {  // not all of x is finite
+    const bool bad = copies.possible() ? copies.finish() : fetch<KIND, BATCH>(shared, x, batch, columns, base, width);
+    if (__syncthreads_or(bad)) {  // not all of x is finite
         for (int row = blockIdx.x * warps + warp; row < rows; row += gridDim.x * warps)
             careful<KIND, BATCH>(values, places, starts + (long long)row * tiles, tile, tiles_end, shared, base, width,
                                  row, rows, batch, bias, y, partial);
