@@ -1,7 +1,7 @@
 """Settings of the packed kernels against each other and against dense, in one run on a GPU.
 
     python -m benchmarks.sparse_settings --points 1:0.8,8:0.8,16:0.8 [--shapes 4096x4096,14336x4096]
-        --settings 'now=' 'full=cuda.FULL=0.8' 'ways=cuda.WAYS={1: (16, 2, 0), 8: (24, 1, 0), 16: (24, 1, 0)}'
+        --settings 'now=' 'full=cuda.FULL=0.8' 'ways=cuda.WAYS={8: (28, 1, 0, 2), 16: (20, 1, 0, 2)}'
 
 A setting is a name and what differs: ``cuda.NAME=value`` and ``nvrtc.NAME=value`` are module variables, others are
 constants in the sources (``constexpr int NAME = ...``). Prints microseconds and speeds; weights come from memory, not

@@ -22,6 +22,7 @@ SHAPES = (
     *("0, 1, 1, 16, 16, 2, 0", "1, 2, 4, 1, 16, 1, 0", "0, 4, 2, 1, 16, 1, 1", "1, 8, 1, 1, 16, 1, 1"),
     *("1, 8, 4, 1, 16, 1, 1", "1, 8, 2, 1, 16, 1, 1", "0, 16, 4, 1, 16, 1, 1", "0, 16, 1, 2, 16, 1, 1"),
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
+    *("0, 1, 2, 1, 16, 2, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "2, 4, 1, 2, 16, 1, 2"),
 )
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *OTHERS]
@@ -96,7 +97,7 @@ def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     cuda._most.cache_clear()
     never = 1 << 20  # as compiled above
-    monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0) for b in (1, 2, 4, 8, 16)})
+    monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0, 1) for b in (1, 2, 4, 8, 16)})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
 
@@ -131,6 +132,16 @@ def test_products_agree_with_dense_ones(
     kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (at_once, split))  # as compiled above
+    require_right(kind, batch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("kind", "batch", "at_once", "split"), [(0, 1, 2, 1), (1, 7, 2, 1), (0, 16, 4, 1), (2, 3, 1, 2)]
+)
+def test_two_sets_at_once(kind: int, batch: int, at_once: int, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (at_once, split))  # as compiled above
+    monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, -1, 2) for b in cuda.WAYS})
     require_right(kind, batch)
 
 

@@ -21,9 +21,9 @@ FILES = {
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
-WAYS = {1: (16, 2, 100), 2: (32, 1, 100), 4: (32, 1, 300), 8: (32, 1, 0), 16: (20, 1, 0)}
-"""For rows of x: warps of a block, blocks of a multiprocessor, and from how many chunks in a row of W on a warp loads
-the next while it works on these."""
+WAYS = {1: (16, 2, 100, 1), 2: (32, 1, 100, 1), 4: (32, 1, 300, 1), 8: (32, 1, 0, 1), 16: (20, 1, 0, 1)}
+"""For rows of x: warps of a block, blocks of a multiprocessor, from how many chunks in a row of W on a warp loads the
+next while it works on these, and how many sets of them at once."""
 FEW = 32
 """With fewer rows of W for a multiprocessor, fewer warps go by tensor cores, and rows must be longer for two sets."""
 EIGHT = 5
@@ -86,10 +86,10 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     processors = properties.multi_processor_count
     parts, here = _parts(columns, _room(device, padded) // (TILE * padded * size), processors)
     needed = -(-min(here * TILE, columns) * padded * size // 16) * 16
-    warps, per, many = WAYS[padded]
+    warps, per, many, sets = WAYS[padded]
     if rows * parts < FEW * processors:
         warps, many = 16 if padded >= 8 else warps, 5 * many // 2
-    ahead = int(len(packed.places) > many * rows * parts)
+    ahead = sets * int(len(packed.places) > many * rows * parts)
     if per * (needed + 64 * padded + 1024) > properties.shared_memory_per_multiprocessor:
         per = 1
     blocks = max(1, per * processors // parts)

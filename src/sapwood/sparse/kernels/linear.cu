@@ -3,8 +3,8 @@
 // KIND: what values, x and y are (0 bf16, 1 fp16, 2 fp32). BATCH: rows of x, rounded up to 1, 2, 4, 8 or 16;
 // from 8 on those of 16 bits go by tensor cores.
 // ROWS: how many rows of W a warp has at once, one after the other in W; or SPLIT: how many warps share a row.
-// WARPS: the most a block may have; PER: blocks of a multiprocessor. AHEAD: whether a warp loads its next chunks while it
-// works on these, or after.
+// WARPS: the most a block may have; PER: blocks of a multiprocessor. AHEAD: how many sets of chunks a warp loads while it
+// works on as many; with none it loads the next when it has done with this one.
 // Sums are made in fp32, always in the same order.
 
 template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int AHEAD>
@@ -47,8 +47,17 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
     int ahead = unit, left = 0, gap = 0, other_gap = 0;
     const uint4 *own_values;
     const u64 *own_places;
-    const auto load = [&](Chunk<KIND> &chunk, bool &ends) {  // zeros, where there are no more; whether the rows end
-        if (left == 0) {
+    constexpr int SETS = AHEAD ? AHEAD : 1;
+    struct Batch {
+        Chunk<KIND> chunk[SETS];
+        int left;  // sets of the rows, with these
+    };
+    const u32 never = (u32)batch >> 16;  // 0, which the compiler does not know
+    // Zeros, where there are no more. Not before ``before`` is there: whoever waits for one load waits for all that are on
+    // their way by then, since there are few registers that count them.
+    const auto load = [&](Batch &free, u64 before) {
+        const int late = (u32)(before >> 32) & never;
+        if (left <= 0) {
             const int at = first + part * LANES + lane % LANES;
             const int own = (u32)max(last - at + STRIDE - 1, 0) / STRIDE;
             const int all = (u32)max(last - first - part * LANES + STRIDE - 1, 0) / STRIDE;
@@ -60,21 +69,25 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
                 other_gap = __shfl_sync(ALL, gap, partner(lane));
             }
             own_values = reinterpret_cast<const uint4 *>(values) + (long long)at * N, own_places = places + other;
-            ahead += step;
+            ahead = (ahead + step) | late;
             look(ahead);
         }
-        // From somewhere in any case: a load that may not be done is waited for at once.
-        const uint4 *from = left > gap ? own_values : nothing;
-        const u64 *where = left > (TENSOR ? other_gap : gap) ? own_places : reinterpret_cast<const u64 *>(nothing);
+        free.left = left;
 #pragma unroll
-        for (int i = 0; i < N; i++) chunk.words[i] = __ldcs(from + i);
-        chunk.place = __ldcs(where);
-        own_values += STRIDE * N, own_places += STRIDE;
-        ends = --left == 0;
+        for (int i = 0; i < SETS; i++) {
+            // From somewhere in any case: a load that may not be done is waited for at once.
+            const int now = (left - i) | late;
+            const uint4 *from = now > gap ? own_values : nothing;
+            const u64 *where = now > (TENSOR ? other_gap : gap) ? own_places : reinterpret_cast<const u64 *>(nothing);
+#pragma unroll
+            for (int j = 0; j < N; j++) free.chunk[i].words[j] = __ldcs(from + j);
+            free.chunk[i].place = __ldcs(where);
+            own_values += STRIDE * N, own_places += STRIDE;
+        }
+        left -= SETS;
     };
-    Chunk<KIND> chunk, other;
-    bool ends, other_ends;
-    load(chunk, ends);  // while x is on its way
+    Batch these, others;
+    load(these, 0);  // while x is on its way
     const bool bad = copies.possible() ? copies.finish() : fetch<KIND, BATCH>(shared, x, batch, columns, base, width);
     if (__syncthreads_or(bad)) {  // not all of x is finite
         for (int row = blockIdx.x * warps + warp; row < rows; row += gridDim.x * warps)
@@ -112,16 +125,18 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
         unit += step, of_block += step;
         return of_block >= units;  // the same for all warps of a block
     };
-    const auto turn = [&](Chunk<KIND> &chunk, bool &ends, Chunk<KIND> &free, bool &free_ends) {
-        const bool done = ends;
-        if constexpr (AHEAD) load(free, free_ends);
-        sums.add(chunk, origin, plane);
-        if constexpr (!AHEAD) load(chunk, ends);
-        return done && finish();
+    const auto turn = [&](Batch &now, Batch &free) {
+        const bool ends = now.left <= SETS;
+        if constexpr (AHEAD > 0) load(free, now.chunk[0].place);
+        sums.add(now.chunk[0], origin, plane);
+        if constexpr (SETS > 1)
+            if (now.left > 1) sums.add(now.chunk[SETS - 1], origin, plane);
+        if constexpr (AHEAD == 0) load(now, 0);
+        return ends && finish();
     };
     while (true) {
-        if (turn(chunk, ends, other, other_ends)) return;
-        if constexpr (AHEAD)
-            if (turn(other, other_ends, chunk, ends)) return;
+        if (turn(these, others)) return;
+        if constexpr (AHEAD > 0)
+            if (turn(others, these)) return;
     }
 }
