@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct Place { unsigned x, y, z; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return uint4{x, y, z, w}; }
 static float __uint_as_float(u32 raw) { float value; memcpy(&value, &raw, 4); return value; }
 static u32 __float_as_uint(float value) { u32 raw; memcpy(&raw, &value, 4); return raw; }
@@ -74,6 +77,20 @@ static int __syncthreads_or(int value) {
     return any_now;
 }
 static void __syncthreads() { __syncthreads_or(0); }
+struct Barrier { int arrived = 0, round = 0; };
+static Barrier barriers[16];
+static int join(int which, int threads) {
+    Barrier &barrier = barriers[which];
+    const int now = barrier.round;
+    if (threads % 32) fail("has a barrier for part of a warp");
+    progress++;
+    if (++barrier.arrived == threads) barrier.arrived = 0, barrier.round++;
+    return now;
+}
+static void meet(int which, int threads) {
+    const int now = join(which, threads);
+    while (barriers[which].round == now) rest();
+}
 static void __syncwarp() { together([](Warp &) {}); }
 template <class T> static T exchange(T value, int from) {
     Warp &warp = warps[current / 32];
@@ -97,6 +114,8 @@ static int __reduce_max_sync(u32 mask, int value) {
     for (int by = 16; by; by /= 2) value = max(value, exchange(value, current % 32 ^ by));
     return value;
 }
+static bool __any_sync(u32 mask, bool value) { return __reduce_max_sync(mask, value) != 0; }
+static bool __all_sync(u32 mask, bool value) { return !__any_sync(mask, !value); }
 static u32 __byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
     u32 found = 0;
@@ -118,6 +137,8 @@ static u16 to_brain(float value) {
     return value != value ? 0x7fff : (u16)((raw + 0x7fff + (raw >> 16 & 1)) >> 16);
 }
 static void remember(u32 &) {}
+static void fewer_registers() {}
+static void more_registers() {}
 constexpr bool TURNS = true;
 static void store_matrices(const u32 (&x)[4], u32 to) {
     Warp &warp = warps[current / 32];
@@ -181,20 +202,41 @@ template <class T> static void write_at(u32 at, T value) {
     if (at % sizeof(T) || at + sizeof(T) > (u32)room) fail("writes where nothing is");
     memcpy(shared_bytes + at, &value, sizeof(T));
 }
-struct Copy { u32 to; const void *from; };
+static void write16(u32 at, uint4 what) { write_at(at, what); }
+static void write2_if(u32 wanted, u32 at, u32 word) { if (wanted) write_at(at, (u16)word); }
+struct Copy { u32 to; const void *from; int size; };
 static std::vector<std::vector<std::vector<Copy>>> on_their_way;  // of each thread, set by set; they arrive when waited for
-static void copy16(u32 to, const void *from, bool there) {
-    if (!waited[current]) fail("copies x before it has waited");
-    if ((uintptr_t)from % 16) fail("copies from a place that is not aligned");
-    on_their_way[current].back().push_back(Copy{to, there ? from : nullptr});
+static void copy_later(u32 to, const void *from, bool there, int size) {
+    if (!waited[current]) fail("copies before it has waited");
+    if ((uintptr_t)from % size) fail("copies from a place that is not aligned");
+    on_their_way[current].back().push_back(Copy{to, there ? from : nullptr, size});
 }
+static void copy16(u32 to, const void *from, bool there) {
+    copy_later(to, from, there, 16);
+}
+static void copy8(u32 to, const void *from, bool there) { copy_later(to, from, there, 8); }
 static void end_set() { on_their_way[current].emplace_back(); }
 template <int LEFT> static void wait_for_sets() {
     auto &sets = on_their_way[current];  // the last one is open
     while (sets.size() > LEFT + 1) {
-        for (const Copy &copy : sets.front()) write_at(copy.to, copy.from ? *static_cast<const uint4 *>(copy.from) : uint4{});
+        for (const Copy &copy : sets.front())
+            if (copy.size == 16) write_at(copy.to, copy.from ? *static_cast<const uint4 *>(copy.from) : uint4{});
+            else write_at(copy.to, copy.from ? *static_cast<const u64 *>(copy.from) : u64(0));
         sets.erase(sets.begin());
     }
+}
+struct Phases { int many = 0, left = 0, phase = 0; };
+static std::map<u32, Phases> phases;  // of barriers in shared memory
+static void begin_barrier(u32 at, int many) { write_at<u64>(at, 0), phases[at] = Phases{many, many}; }
+static void come(u32 barrier) {
+    if (!phases.count(barrier)) fail("has no barrier there");
+    Phases &p = phases[barrier];
+    progress++;
+    if (--p.left == 0) p.left = p.many, p.phase++;
+}
+static void wait_for_phase(u32 barrier, u32 parity) {
+    if (!phases.count(barrier)) fail("has no barrier there");
+    while ((phases[barrier].phase & 1) == (int)parity) rest();
 }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
@@ -234,7 +276,8 @@ static void run_grid(int across, int down, int threads, int bytes, void (*what)(
         blockIdx = Place{(unsigned)(block % across), (unsigned)(block / across), 0};
         memset(shared_bytes, 0x7f, sizeof shared_bytes);  // not what a kernel would find by luck
         fibers.assign(threads, ucontext_t{}), warps.assign(threads / 32, Warp{}), done.assign(threads, 0);
-        waited.assign(threads, 0), on_their_way.assign(threads, {{}}), arrived = any = 0;
+        for (Barrier &barrier : barriers) barrier = Barrier{};
+        waited.assign(threads, 0), on_their_way.assign(threads, {{}}), phases.clear(), arrived = any = 0;
         for (int i = 0; i < threads; i++) {
             getcontext(&fibers[i]);
             fibers[i].uc_stack.ss_sp = stacks.data() + STACK * i, fibers[i].uc_stack.ss_size = STACK;
@@ -251,6 +294,7 @@ static void run_grid(int across, int down, int threads, int bytes, void (*what)(
             }
             if (before == progress) fail("waits for ever");
         }
+        for (const Barrier &barrier : barriers) if (barrier.arrived) fail("ends while some are at a barrier");
         for (size_t i = room; i < sizeof shared_bytes; i++) if (shared_bytes[i] != 0x7f) fail("writes beyond its shared memory");
     }
 }

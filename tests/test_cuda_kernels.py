@@ -24,8 +24,9 @@ SHAPES = (
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
     *("0, 1, 2, 1, 16, 2, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "2, 4, 1, 2, 16, 1, 2"),
 )
+TILES = ("sparse_tiles<0, 16>", "sparse_tiles<0, 8>", "sparse_tiles<1, 16>")
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
-NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *OTHERS]
+NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
 NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-22}
 
@@ -35,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "unpack")}
+    apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_tiles", "unpack")}
     parts = [f"namespace in_{name} {{\n{_read(files)}\n}}\nusing in_{name}::{name};" for name, files in apart.items()]
     text = "\n".join([_read(("common.cu",)), *parts, "using in_unpack::sum_parts;"])
     calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
@@ -93,9 +94,10 @@ def _as_c(value: Any) -> Any:
 def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of three multiprocessors."""
     machine = SimpleNamespace(
-        multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
+        major=9, multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
     )
     cuda._most.cache_clear()
+    cuda._tiles_fit.cache_clear()
     never = 1 << 20  # as compiled above
     monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0, 1) for b in (1, 2, 4, 8, 16)})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
@@ -143,6 +145,22 @@ def test_two_sets_at_once(kind: int, batch: int, at_once: int, split: int, monke
     monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (at_once, split))  # as compiled above
     monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, -1, 2) for b in cuda.WAYS})
     require_right(kind, batch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("kind", "batch"), [(0, 16), (0, 11), (0, 6), (1, 16)])
+def test_products_by_tiles_agree_with_dense_ones(kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "TILED", 5)
+    require_right(kind, batch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_chunks_across_the_middle_of_a_tile_beside_the_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "TILED", 5)
+    weight = torch.zeros(8, 4096, dtype=torch.bfloat16)
+    weight[0, 8:], weight[7, 2048:] = torch.randn(4088), torch.randn(2048)
+    x = torch.randn(8, 4096).bfloat16()
+    _require_near(cuda.linear(x, pack_weight(weight, by_kind=True), None), x, weight, None)
 
 
 def require_right(kind: int, batch: int) -> None:

@@ -15,6 +15,7 @@ from sapwood.sparse.nvrtc import Kernel, kernel
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {
     "sparse_linear": ("device.cu", "common.cu", "columns.cu", "tensor.cu", "linear.cu"),
+    "sparse_tiles": ("device.cu", "common.cu", "tiles.cu"),
     "sum_parts": ("device.cu", "common.cu", "whole.cu"),
     "unpack": ("device.cu", "common.cu", "whole.cu"),
 }
@@ -30,6 +31,9 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
+TILED, WRITERS, DEPTH = 17, 12, 4
+"""From so many rows of x of 16 bits on by dense products: warps that write W out, and sets of chunks on their way. Off
+until it has been measured against what is used."""
 FULL = 0.9
 """A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""
 
@@ -57,7 +61,8 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
     if out.numel():
-        _launch(x, packed, bias, out)
+        by_tiles = len(x) >= TILED and x.element_size() == 2 and _tiles_fit(x.device.index)
+        (_launch_tiles if by_tiles else _launch)(x, packed, bias, out)
     return out
 
 
@@ -99,13 +104,46 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     blocks = min(blocks, -(-units * split // active))
     name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {ahead}>"
     shape = (blocks, parts), 32 * (active if split > 1 else warps), needed + 4 * warps * padded
+    _run(name, shape, (x, packed, bias, out), (here, len(packed.places), active))
+
+
+@functools.cache
+def _tiles_fit(device: int) -> bool:
+    """Registers change hands only on devices of compute capability 9.0."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.major == 9 and int(properties.shared_memory_per_block_optin) >= _room_of_tiles()
+
+
+def _room_of_tiles() -> int:
+    """Bytes of shared memory: twice eight rows of a tile, twice the sums of eight warps, chunks, and four barriers."""
+    return 2 * 8 * TILE * 2 + 2 * 8 * 512 + WRITERS * DEPTH * 32 * 24 + 32
+
+
+def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    (rows, columns), padded = packed.shape, 8 if len(x) <= 8 else 16
+    tiles, processors = tiles_of(columns), torch.cuda.get_device_properties(x.device.index).multi_processor_count
+    blocks = min(max(1, processors // tiles), -(-rows // 8))
+    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}>"
+    shape = (blocks, tiles), 32 * (8 + WRITERS), _room_of_tiles()
+    _run(name, shape, (x, packed, bias, out), (len(packed.places),))
+
+
+def _run(
+    name: str,
+    shape: tuple[tuple[int, int], int, int],
+    given: tuple[torch.Tensor, Packed, torch.Tensor | None, torch.Tensor],
+    more: tuple[int, ...],
+) -> None:
+    """``shape``: blocks and parts of the columns, threads, bytes of shared memory. Parts have sums of their own."""
+    x, packed, bias, out = given
+    (rows, columns), batch, parts, device = packed.shape, len(x), shape[0][1], x.device.index
     partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    sizes = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
-    _kernel(name, device)(*shape, (*tensors, *sizes))
+    _kernel(name, device)(*shape, (*tensors, rows, columns, tiles_of(columns), batch, *more))
     if partial is not None:
         totals = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
-        _kernel(f"sum_parts<{kind}>", device)((min(4096, -(-batch * rows // 256)), 1), 256, 0, totals)
+        blocks = min(4096, -(-batch * rows // 256))
+        _kernel(f"sum_parts<{KINDS[out.dtype]}>", device)((blocks, 1), 256, 0, totals)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:

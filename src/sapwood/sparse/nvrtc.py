@@ -87,7 +87,8 @@ def kernel(sources: tuple[Path, ...], name: str, device: int) -> Kernel:
         except OSError:
             from torch.cuda import _utils
 
-            binary, mangled = _utils._nvrtc_compile(text, name, f"{major}{minor}", nvcc_options=["--std=c++17"])
+            target = f"{major}{minor}" + "a" * (major == 9)  # all that the device has
+            binary, mangled = _utils._nvrtc_compile(text, name, target, nvcc_options=["--std=c++17"])
             entry = mangled.encode()
             _keep(at, entry + b"\n" + binary)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

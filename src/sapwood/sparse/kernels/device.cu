@@ -95,10 +95,44 @@ __device__ __forceinline__ uint4 read16(u32 at) {
 __device__ __forceinline__ void copy16(u32 to, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void copy8(u32 to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
+}
 __device__ __forceinline__ void end_set() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wait_for_sets() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+
+__device__ __forceinline__ void write16(u32 at, uint4 what) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(what.x), "r"(what.y), "r"(what.z), "r"(what.w)
+                 : "memory");
+}
+// The low half of a word, without a branch.
+__device__ __forceinline__ void write2_if(u32 wanted, u32 at, u32 word) {
+    asm volatile("{\n.reg .pred p;\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nsetp.ne.u32 p, %0, 0;\n"
+                 "@p st.shared.b16 [%1], low;\n}" ::"r"(wanted), "r"(at), "r"(word)
+                 : "memory");
+}
+// So many threads wait for one another.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Barriers in shared memory: a phase ends when so many have come; phases are told apart by their parity.
+__device__ __forceinline__ void begin_barrier(u32 at, int many) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(many) : "memory");
+}
+__device__ __forceinline__ void come(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
+                 : "memory");
+}
+
+// Registers go from warps that need few to those that need many.
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 48;"); }
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 168;"); }
 
 // [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).
 template <int KIND>
