@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,15 +177,6 @@ def test_more_channels_than_asked_for_are_told() -> None:
     assert held.achieved["channels"] == 96 + 32 and not any("stay, not" in note for note in held.notes)
     with pytest.raises(SapwoodError, match="use a smaller round_to"):
         sw.make_plan(model, IMAGE, sw.Budget(params=0.02), round_to=32)
-
-
-def test_narrow_layers_have_steps_of_a_quarter_of_their_width() -> None:
-    """Also where the least step that the device likes is larger: a rest of 32 of 64 channels is no cut to 20%."""
-    steps = Steps(64, 32)
-    assert [steps.step(size) for size in (512, 256, 128, 64, 32, 16)] == [64, 64, 32, 16, 8, 8]
-    assert [replace(steps, parts=16).step(size) for size in (1024, 512, 256, 64)] == [64, 32, 32, 16]
-    timed = replace(steps, narrow=8)  # widths that are all timed before one is chosen
-    assert [timed.step(size) for size in (512, 128, 64, 32)] == [64, 32, 32, 8]
 
 
 @pytest.mark.parametrize("allocate", ["uniform", "global"])

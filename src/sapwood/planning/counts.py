@@ -103,9 +103,8 @@ def steps_for(round_to: RoundTo, blocks: Sequence[int], widths: Sequence[int]) -
 class Steps:
     """The step a device likes for wide layers, and the least that keeps it from its slow kernels.
 
-    Narrow layers take smaller steps, a quarter of their width (one of ``parts``), so that they can be cut at all, even
-    where that is less than ``least``, down to eight. Where each width is timed before it is chosen there is a
-    ``narrow`` step instead, for those that ``least`` would leave whole.
+    Narrow layers take smaller steps, a quarter of their width (one of ``parts``), so that they can be cut at all. Those
+    that ``least`` would leave whole may have a ``narrow`` step where each width is timed before it is chosen.
     """
 
     wide: int
@@ -114,17 +113,9 @@ class Steps:
     parts: int = 4
 
     def step(self, size: int) -> int:
-        least = self.least
-        if self.narrow is None:
-            least = min(least, max(_power_below(size // 4), 8))
-        elif size < 2 * least:
-            least = min(least, self.narrow)
-        return max(least, min(self.wide, _power_below(size // self.parts)))
-
-
-def _power_below(size: int) -> int:
-    """The largest power of two that is no larger; 1 at least."""
-    return 1 << int(math.log2(max(size, 1)))
+        fits = 1 << int(math.log2(max(size // self.parts, 1)))
+        least = self.narrow if self.narrow and size < 2 * self.least else self.least
+        return max(min(least, self.least), min(self.wide, fits))
 
 
 RoundTo = int | Steps | None
