@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +170,14 @@ class Formula:
     def up(self, size: int) -> int:
         return -(-size // self.step) * self.step
 
+    def together(self, calls: Iterable[OpCall]) -> None:
+        pass
+
     def save(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(("step", "liked"), [(1, (8, 8)), (8, (8, 8)), (32, (32, 8)), (64, (64, 8))])
+@pytest.mark.parametrize(("step", "liked"), [(1, (8, 8)), (8, (8, 8)), (16, (16, 16)), (32, (32, 16)), (64, (64, 16))])
 def test_the_step_a_device_likes_is_found(step: int, liked: tuple[int, int]) -> None:
     assert preferred_steps(Formula(step), "convolution", torch.float32) == liked  # type: ignore[arg-type]
 
@@ -186,6 +189,16 @@ def test_widths_that_are_slower_are_never_used() -> None:
             return super().time_of(call, kept) * (2.0 if width % 16 else 1.0)
 
     assert preferred_steps(Cliff(), "convolution", torch.float32) == (16, 16)  # type: ignore[arg-type]
+
+
+def test_narrow_layers_may_like_smaller_steps_than_wide_ones() -> None:
+    class Mild(Formula):
+        def time_of(self, call: OpCall, kept: Sequence[int]) -> float:
+            width = dict(call.args)["input"].shape(kept)[1]
+            return super().time_of(call, kept) * (1.2 if width % 32 and width > 32 else 1.0)
+
+    assert preferred_steps(Mild(), "convolution", torch.float32) == (32, 8)  # type: ignore[arg-type]
+    assert preferred_steps(Mild(16), "convolution", torch.float32) == (32, 16)  # type: ignore[arg-type]
 
 
 def test_narrow_layers_take_smaller_steps() -> None:

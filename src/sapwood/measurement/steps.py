@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from sapwood.capture.forms import Form
@@ -11,54 +9,54 @@ from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.tables import OperatorTimes
 
 WIDTHS = (256, 192)
+NARROW = 32
 TRIED = (1, 2, 4, 8, 16, 32, 64)
 BYTES = 16  # what a load or a vector unit takes at once; widths that are no multiple of it are never liked
 
 
 def preferred_steps(times: OperatorTimes, kind: str, dtype: torch.dtype) -> tuple[int, int]:
-    """(for wide layers, the least that is not slow). ``kind`` is "convolution" or "product".
+    """(for wide layers, for narrow ones). ``kind`` is "convolution" or "product".
 
     A step is liked if giving up that many of 256 (and of 192) channels saves at least half of its share of the time,
-    and if so do all larger ones; it is not slow if the narrower layer is no slower than the whole one.
+    and if so do all larger ones; narrow layers have 32 channels.
     """
     least = max(1, BYTES // dtype.itemsize) if times.device.type == "cuda" else 8
-    liked, safe = least, least
-    for width in WIDTHS:
-        full = times.time_of(_probe(kind, width, dtype, times.device), [])
-        took = {step: times.time_of(_probe(kind, width - step, dtype, times.device), []) for step in TRIED}
-        liked = max(liked, _smallest(_saves(took, full, width)))
-        safe = max(safe, _smallest(_not_slower(took, full)))
-    safe = min(safe, 4 * least)
-    return max(liked, safe), safe
+    times.together([_probe(kind, width - step, dtype, times.device) for width, step in _tried()])
+    wide = max(_liked(_took(times, kind, width, dtype), width) for width in WIDTHS)
+    narrow = max(least, _liked(_took(times, kind, NARROW, dtype), NARROW))
+    return max(wide, narrow), narrow
 
 
-def _saves(took: dict[int, float], full: float, width: int) -> Callable[[int], bool]:
-    return lambda step: took[step] <= full * (1 - 0.5 * step / width)
+def _tried() -> list[tuple[int, int]]:
+    """Widths, and how many channels less."""
+    return [(width, step) for width in (*WIDTHS, NARROW) for step in (0, *TRIED) if step < width]
 
 
-def _not_slower(took: dict[int, float], full: float) -> Callable[[int], bool]:
-    return lambda step: took[step] <= full * 1.02
+def _took(times: OperatorTimes, kind: str, width: int, dtype: torch.dtype) -> dict[int, float]:
+    """By how many channels are given up."""
+    steps = [step for tried, step in _tried() if tried == width]
+    return {step: times.time_of(_probe(kind, width - step, dtype, times.device), []) for step in steps}
 
 
-def _smallest(holds: Callable[[int], bool]) -> int:
-    """The smallest step for which something holds, as it does for all larger ones."""
-    found = TRIED[-1]
-    for step in reversed(TRIED):
-        if not holds(step):
+def _liked(took: dict[int, float], width: int) -> int:
+    """The smallest step that saves enough, as all larger ones do; the largest where none does."""
+    found = max(took)
+    for step in sorted(took, reverse=True)[:-1]:
+        if took[step] > took[0] * (1 - 0.5 * step / width):
             break
         found = step
     return found
 
 
 def _probe(kind: str, width: int, dtype: torch.dtype, device: torch.device) -> OpCall:
-    """Width in, width out; large enough to fill a GPU, small enough for a CPU."""
-    large = device.type == "cuda"
+    """Width in, width out; large enough to fill a GPU, small enough for a CPU. Narrow layers have larger images."""
+    large, wider = device.type == "cuda", 1 if width > NARROW else 2
 
     def sized(*shape: int) -> Sized:
         return Sized(tuple(Form(n) for n in shape), dtype, tuple(range(len(shape))))
 
     if kind == "convolution":
-        side, batch = (28, 64) if large else (14, 1)
+        side, batch = (28 * wider, 64) if large else (14 * wider, 1)
         args = (
             ("input", sized(batch, width, side, side)),
             ("weight", sized(width, width, 3, 3)),

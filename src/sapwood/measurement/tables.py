@@ -103,6 +103,20 @@ class OperatorTimes:
                 self.save()
         return self._known[key]
 
+    def together(self, calls: Iterable[OpCall]) -> None:
+        """Measure those that are not known in turns, since they are to be compared with each other."""
+        new = {self.key(call, ()): call for call in calls}
+        new = {key: call for key, call in new.items() if key not in self._known}
+        if not new:
+            return
+        with torch.no_grad(), alone(self.device):
+            runs = {key: self._ready(call, ()).call for key, call in new.items()}
+            seconds = self.seconds * len(runs)
+            times = take_turns(runs, seconds=seconds, least=5, warm_up=2, device=self.device)
+        self._known |= {key: times[key].low_ms for key in new}
+        self.measured += len(new)
+        self._unsaved += len(new)
+
     def save(self) -> None:
         """Keep what was measured; a folder that cannot be written to only costs time next run."""
         if self.use_disk and self._unsaved:
@@ -134,10 +148,13 @@ class OperatorTimes:
 
     def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
         with torch.no_grad(), alone(self.device):
-            args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
-            run = self._runner(call, args)
+            run = self._ready(call, kept)
             times = take_turns({"it": run.call}, seconds=self.seconds, least=5, warm_up=2, device=self.device)
         return times["it"].low_ms
+
+    def _ready(self, call: OpCall, kept: Sequence[int]) -> Runner:
+        args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}
+        return self._runner(call, args)
 
     def _make(self, sized: Sized, kept: Sequence[int]) -> torch.Tensor:
         """Random values in the order of memory that the model has."""
