@@ -182,6 +182,22 @@ def require_right(kind: int, batch: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_parts_have_sums_in_float32_whatever_the_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (4, 1))
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+    weight, x = _weight(40, 5000, 0.8, torch.bfloat16), torch.randn(16, 5000).bfloat16()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = cuda.linear(x, pack_weight(weight, by_kind=True), None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [t.dtype for t in made if t.dim() == 3] == [torch.float32]
+    _require_near(found, x, weight, None)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_chunks_by_kind_seldom_meet_the_same_bank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_shared", lambda rows, blocks, warps: (1, 1))
     x, weight = torch.randn(8, 4096).half(), _weight(64, 4096, 0.8, torch.float16)

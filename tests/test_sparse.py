@@ -172,6 +172,20 @@ def test_products_are_as_near_as_dense_ones(
     assert (found.double() - wanted).norm() <= 1.1 * (dense.double() - wanted).norm() + slack * wanted.norm()
 
 
+def test_the_default_dtype_does_not_matter() -> None:
+    x, weight = torch.randn(3, 100), weight_of(20, 100, 0.8)
+    packed = pack_weight(weight)
+    torch.set_default_dtype(torch.bfloat16)
+    cpu.unready.cache_clear()
+    try:
+        assert cpu.unready() == ""
+        found = cpu.linear(x, packed, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        cpu.unready.cache_clear()
+    assert torch.allclose(found, x @ weight.t(), atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_not_finite_meets_zeros_as_in_a_dense_product(rows: int) -> None:
     weight = weight_of(50, 100, 0.9)

@@ -15,6 +15,8 @@ from sapwood.sparse.format import CHUNK, Packed, pack_weight, tiles_of, unpack_w
 MOST = 16
 """Rows of x that the kernel takes at once."""
 KINDS = (torch.float32, torch.bfloat16)
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""Whatever the defaults are."""
 SMALL = 1 << 17
 """Products that one core does in less time than it takes to wake another."""
 
@@ -25,8 +27,9 @@ def unready() -> str:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install 'sapwood[numba]')"
     try:
-        packed = Packed(torch.zeros(1, CHUNK), torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]).int(), (1, 1))
-        linear(torch.zeros(1, 1), packed, None)
+        one, none = torch.zeros((1, CHUNK), **PLAIN), torch.zeros(1, dtype=torch.int64, device="cpu")
+        packed = Packed(one, none, torch.tensor([0, 1], dtype=torch.int32, device="cpu"), (1, 1))
+        linear(torch.zeros((1, 1), **PLAIN), packed, None)
     except Exception as error:
         return f"numba could not compile the kernels: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return ""
@@ -50,7 +53,7 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     if len(x) > MOST:
         return torch.cat([linear(part, packed, bias) for part in x.split(MOST)])
     batch = 1 if len(x) == 1 else kernels.BATCH
-    wide = torch.zeros((columns, batch))
+    wide = torch.zeros((columns, batch), **PLAIN)
     wide[:, : len(x)] = x.t()
     half = packed.values.dtype is torch.bfloat16
     values = packed.values.view(torch.int16).numpy().view(np.uint16) if half else packed.values.numpy()

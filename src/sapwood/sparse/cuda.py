@@ -137,7 +137,8 @@ def _run(
     """``shape``: blocks and parts of the columns, threads, bytes of shared memory. Parts have sums of their own."""
     x, packed, bias, out = given
     (rows, columns), batch, parts, device = packed.shape, len(x), shape[0][1], x.device.index
-    partial = torch.empty((parts, batch, rows), device=x.device) if parts > 1 else None
+    sums = torch.float32  # whatever the default is
+    partial = torch.empty((parts, batch, rows), dtype=sums, device=x.device) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
     _kernel(name, device)(*shape, (*tensors, rows, columns, tiles_of(columns), batch, *more))
     if partial is not None:

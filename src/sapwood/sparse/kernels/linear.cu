@@ -11,7 +11,7 @@ template <int KIND, int BATCH, int ROWS, int SPLIT, int WARPS, int PER, int AHEA
 __global__ void __launch_bounds__(WARPS * 32, PER)
     sparse_linear(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
                   float *partial, int rows, int columns, int tiles, int batch, int tiles_here, int chunks, int active) {
-    static_assert(ROWS == 1 || SPLIT == 1, "");
+    static_assert((ROWS == 1 || SPLIT == 1) && AHEAD <= 2, "");
     constexpr bool TENSOR = KIND != 2 && BATCH >= 8;
     constexpr int LANES = 32 / ROWS, STRIDE = LANES * SPLIT, N = KIND == 2 ? 2 : 1;
     typedef Sums<KIND, BATCH, ROWS, TENSOR> Own;

@@ -113,6 +113,10 @@ template <int KIND> struct Ring {
     }
 };
 
+// Four warps change their registers together, and there are as many as the block began with.
+static_assert(READERS % 4 == 0 && WRITERS % 4 == 0, "");
+static_assert(32 * (READERS * 168 + WRITERS * 48) <= THREADS * (65536 / THREADS / 8 * 8), "");
+
 template <int KIND, int BATCH>
 __global__ void __launch_bounds__(THREADS, 1)
     sparse_tiles(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
