@@ -96,23 +96,22 @@ class OperatorTimes:
         """Milliseconds of one call when the groups keep so many channels."""
         key = self.key(call, kept)
         if key not in self._known:
-            self._known[key] = self._measure(call, kept)
-            self.measured += 1
-            self._unsaved += 1
+            self.together([call], kept)
             if self._unsaved >= 200:
                 self.save()
         return self._known[key]
 
-    def together(self, calls: Iterable[OpCall]) -> None:
+    def together(self, calls: Iterable[OpCall], kept: Sequence[int] = ()) -> None:
         """Measure those that are not known in turns, since they are to be compared with each other."""
-        new = {self.key(call, ()): call for call in calls}
+        new = {self.key(call, kept): call for call in calls}
         new = {key: call for key, call in new.items() if key not in self._known}
         if not new:
             return
         with torch.no_grad(), alone(self.device):
-            runs = {key: self._ready(call, ()).call for key, call in new.items()}
+            runs = {key: self._ready(call, kept) for key, call in new.items()}
+            calls_of = {key: run.call for key, run in runs.items()}
             seconds = self.seconds * len(runs)
-            times = take_turns(runs, seconds=seconds, least=5, warm_up=2, device=self.device)
+            times = take_turns(calls_of, seconds=seconds, least=5, warm_up=2, device=self.device)
         self._known |= {key: times[key].low_ms for key in new}
         self.measured += len(new)
         self._unsaved += len(new)
@@ -145,12 +144,6 @@ class OperatorTimes:
             return f"{self.after}|"
         weight: Sized = dict(call.args)["weight"]
         return "one pass|" if weight.dims[1] == Form(1) else ""
-
-    def _measure(self, call: OpCall, kept: Sequence[int]) -> float:
-        with torch.no_grad(), alone(self.device):
-            run = self._ready(call, kept)
-            times = take_turns({"it": run.call}, seconds=self.seconds, least=5, warm_up=2, device=self.device)
-        return times["it"].low_ms
 
     def _ready(self, call: OpCall, kept: Sequence[int]) -> Runner:
         args = {name: pytree.tree_map_only(Sized, lambda s: self._make(s, kept), v) for name, v in call.args}

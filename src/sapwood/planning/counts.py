@@ -101,7 +101,7 @@ def steps_for(round_to: RoundTo, blocks: Sequence[int], widths: Sequence[int]) -
 
 @dataclass(frozen=True)
 class Steps:
-    """The step a device likes for wide layers, and the least that keeps it from its slow kernels.
+    """The step a device likes for wide layers, and for narrow ones, which is the least.
 
     Narrow layers take smaller steps, a quarter of their width (one of ``parts``), so that they can be cut at all. Those
     that ``least`` would leave whole may have a ``narrow`` step where each width is timed before it is chosen.
