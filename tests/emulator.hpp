@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <ucontext.h>
 #include <vector>
@@ -59,7 +60,19 @@ struct Warp {
     u32 from[32], words[32][6], found[32][4];
 };
 static std::vector<Warp> warps;
-static int arrived, round_, any, any_now;
+struct Barrier { int arrived = 0, round = 0; };
+struct Phases { int many = 0, left = 0, phase = 0, bytes = 0; };
+struct Block {  // what its threads share; those of a cluster are alive together
+    int arrived = 0, round = 0, any = 0, any_now = 0;
+    Barrier barriers[16];
+    std::map<u32, Phases> phases;  // of barriers in shared memory
+    alignas(128) unsigned char bytes[256 * 1024];
+};
+static std::vector<Block> cluster;
+static Block *here;
+static int room;  // bytes of shared memory that the launch asked for
+#define shared_bytes (here->bytes)
+#define shared (reinterpret_cast<uint4 *>(shared_bytes))
 static long progress;  // of anybody
 
 template <class F> static void together(F last) {  // the last lane to come does it for all
@@ -70,17 +83,16 @@ template <class F> static void together(F last) {  // the last lane to come does
     else while (warp.round == round) rest();
 }
 static int __syncthreads_or(int value) {
-    const int now = round_;
-    any |= value != 0, progress++;
-    if (++arrived == (int)blockDim.x) any_now = any, any = arrived = 0, round_++;
-    else while (round_ == now) rest();
-    return any_now;
+    Block &own = *here;
+    const int now = own.round;
+    own.any |= value != 0, progress++;
+    if (++own.arrived == (int)blockDim.x) own.any_now = own.any, own.any = own.arrived = 0, own.round++;
+    else while (own.round == now) rest();
+    return own.any_now;
 }
 static void __syncthreads() { __syncthreads_or(0); }
-struct Barrier { int arrived = 0, round = 0; };
-static Barrier barriers[16];
 static int join(int which, int threads) {
-    Barrier &barrier = barriers[which];
+    Barrier &barrier = here->barriers[which];
     const int now = barrier.round;
     if (threads % 32) fail("has a barrier for part of a warp");
     progress++;
@@ -89,7 +101,7 @@ static int join(int which, int threads) {
 }
 static void meet(int which, int threads) {
     const int now = join(which, threads);
-    while (barriers[which].round == now) rest();
+    while (here->barriers[which].round == now) rest();
 }
 static void __syncwarp() { together([](Warp &) {}); }
 template <class T> static T exchange(T value, int from) {
@@ -124,9 +136,6 @@ static u32 __byte_perm(u32 a, u32 b, u32 which) {
 }
 
 // ---- in place of device.cu ----
-static int room;  // bytes of shared memory that the launch asked for
-alignas(128) static unsigned char shared_bytes[256 * 1024];
-#define shared (reinterpret_cast<uint4 *>(shared_bytes))
 static void let_others_start() {}
 static void wait_for_others() { waited[current] = 1; }
 static void send_for(const void *) {}
@@ -137,8 +146,8 @@ static u16 to_brain(float value) {
     return value != value ? 0x7fff : (u16)((raw + 0x7fff + (raw >> 16 & 1)) >> 16);
 }
 static void remember(u32 &) {}
-static void fewer_registers() {}
-static void more_registers() {}
+template <int MANY> static void fewer_registers() {}
+template <int MANY> static void more_registers() {}
 constexpr bool TURNS = true;
 static void store_matrices(const u32 (&x)[4], u32 to) {
     Warp &warp = warps[current / 32];
@@ -225,18 +234,52 @@ template <int LEFT> static void wait_for_sets() {
         sets.erase(sets.begin());
     }
 }
-struct Phases { int many = 0, left = 0, phase = 0; };
-static std::map<u32, Phases> phases;  // of barriers in shared memory
-static void begin_barrier(u32 at, int many) { write_at<u64>(at, 0), phases[at] = Phases{many, many}; }
+static void begin_barrier(u32 at, int many) { write_at<u64>(at, 0), here->phases[at] = Phases{many, many}; }
+static void end_phase(Phases &p) { if (p.left == 0 && p.bytes == 0) p.left = p.many, p.phase++; }
 static void come(u32 barrier) {
-    if (!phases.count(barrier)) fail("has no barrier there");
-    Phases &p = phases[barrier];
-    progress++;
-    if (--p.left == 0) p.left = p.many, p.phase++;
+    if (!here->phases.count(barrier)) fail("has no barrier there");
+    Phases &p = here->phases[barrier];
+    progress++, p.left--;
+    end_phase(p);
+}
+struct Late { size_t to; std::function<void()> what; };
+static std::vector<Late> late;  // what goes to other blocks arrives when it will, in any order
+static void arrive(size_t to, u32 place, std::vector<unsigned char> what, u32 barrier) {
+    if (!cluster[to].phases.count(barrier)) fail("sends to a block that has not begun");
+    late.push_back(Late{to, [=] {
+        Phases &p = cluster[to].phases[barrier];
+        memcpy(cluster[to].bytes + place, what.data(), what.size());
+        p.bytes -= (int)what.size();
+        end_phase(p);
+    }});
+}
+static void barriers_begun() {}
+static void come_with(u32 barrier, u32 bytes) { here->phases[barrier].bytes += bytes, come(barrier); }
+static void copy_to_all(u32 to, const void *from, u32 bytes, u32 barrier, u32 mask) {
+    if (!waited[current]) fail("copies before it has waited");
+    if (to % 16 || bytes % 16 || (uintptr_t)from % 16) fail("copies what is not aligned");
+    if (to + bytes > (u32)room || mask >> cluster.size()) fail("copies to where nothing is");
+    const unsigned char *first = static_cast<const unsigned char *>(from);
+    for (size_t i = 0; i < cluster.size(); i++)
+        if (mask >> i & 1) arrive(i, to, std::vector<unsigned char>(first, first + bytes), barrier);
 }
 static void wait_for_phase(u32 barrier, u32 parity) {
-    if (!phases.count(barrier)) fail("has no barrier there");
-    while ((phases[barrier].phase & 1) == (int)parity) rest();
+    if (!here->phases.count(barrier)) fail("has no barrier there");
+    while ((here->phases[barrier].phase & 1) == (int)parity) rest();
+}
+// Blocks of a cluster: a place in another one's shared memory has its number in the upper bits.
+static int met;
+static void come_to_cluster() { met++, progress++; }
+static void wait_for_cluster() { while (met < (int)done.size()) rest(); }
+static u32 place_in(u32 at, int block) {
+    if (block >= (int)cluster.size()) fail("has no such block in its cluster");
+    return at | (u32)(block + 1) << 24;
+}
+static void push16(u32 to, uint4 what, u32 barrier) {
+    const unsigned char *first = reinterpret_cast<const unsigned char *>(&what);
+    if (to >> 24 == 0 || to >> 24 != barrier >> 24) fail("sends to no block of its cluster");
+    if ((to & 0xffffff) % 16 || (to & 0xffffff) + 16 > (u32)room) fail("sends to where nothing is");
+    arrive((to >> 24) - 1, to & 0xffffff, std::vector<unsigned char>(first, first + 16), barrier & 0xffffff);
 }
 template <int KIND> static float number(u32 word, int half) {
     const u16 raw = (u16)(half ? word >> 16 : word);
@@ -265,36 +308,48 @@ template <int KIND> static void multiply(float (&sum)[4], const u32 (&x)[4], u32
     for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(warp.found[current % 32][i]);
 }
 
-static void run_grid(int across, int down, int threads, int bytes, void (*what)()) {
+static void run_grid(int across, int down, Place of, int threads, int bytes, void (*what)()) {
     constexpr size_t STACK = 64 * 1024;
     static std::vector<char> stacks;
-    stacks.resize(STACK * threads);
+    const int all = threads * of.x * of.y;
+    stacks.resize(STACK * all);
     gridDim = Place{(unsigned)across, (unsigned)down, 1}, blockDim = Place{(unsigned)threads, 1, 1}, body = what;
     room = bytes;
-    if (bytes > (int)sizeof shared_bytes) fail("asks for more shared memory than there is");
-    for (int block = 0; block < across * down; block++) {
-        blockIdx = Place{(unsigned)(block % across), (unsigned)(block / across), 0};
-        memset(shared_bytes, 0x7f, sizeof shared_bytes);  // not what a kernel would find by luck
-        fibers.assign(threads, ucontext_t{}), warps.assign(threads / 32, Warp{}), done.assign(threads, 0);
-        for (Barrier &barrier : barriers) barrier = Barrier{};
-        waited.assign(threads, 0), on_their_way.assign(threads, {{}}), phases.clear(), arrived = any = 0;
-        for (int i = 0; i < threads; i++) {
+    if (down % of.y || across % of.x) fail("has clusters that are not whole");
+    if (bytes > (int)sizeof(Block::bytes)) fail("asks for more shared memory than there is");
+    for (unsigned first = 0; first < across * down / (of.x * of.y); first++) {
+        cluster.assign(of.x * of.y, Block{});
+        for (Block &block : cluster) memset(block.bytes, 0x7f, sizeof block.bytes);  // not what a kernel would find by luck
+        fibers.assign(all, ucontext_t{}), warps.assign(all / 32, Warp{}), done.assign(all, 0);
+        waited.assign(all, 0), on_their_way.assign(all, {{}}), met = 0;
+        for (int i = 0; i < all; i++) {
             getcontext(&fibers[i]);
             fibers[i].uc_stack.ss_sp = stacks.data() + STACK * i, fibers[i].uc_stack.ss_size = STACK;
             makecontext(&fibers[i], live, 0);
         }
-        for (int left = threads, sweep = 0; left; sweep++) {  // forwards and backwards: no order is to be relied on
+        for (int left = all, sweep = 0; left; sweep++) {  // forwards and backwards: no order is to be relied on
             const long before = progress;
-            for (int i = 0; i < threads; i++) {
-                current = sweep % 2 ? threads - 1 - i : i;
+            for (int i = 0; i < all; i++) {
+                current = sweep % 2 ? all - 1 - i : i;
                 if (done[current]) continue;
-                threadIdx = Place{(unsigned)current, 0, 0};
+                const unsigned block = current / threads, wide = across / of.x;
+                here = &cluster[block];
+                blockIdx = Place{first % wide * of.x + block % of.x, first / wide * of.y + block / of.x, 0};
+                threadIdx = Place{(unsigned)(current % threads), 0, 0};
                 swapcontext(&home, &fibers[current]);
                 left -= done[current], progress += done[current];
             }
-            if (before == progress) fail("waits for ever");
+            if (before == progress && late.empty()) fail("waits for ever");
+            if (late.empty() || (before != progress && sweep % 5)) continue;
+            const size_t next = sweep * 7 % late.size();
+            const auto of_block = done.begin() + late[next].to * threads;
+            if (std::all_of(of_block, of_block + threads, [](char ended) { return ended; })) fail("sends to a block that has ended");
+            late[next].what(), late.erase(late.begin() + next);
         }
-        for (const Barrier &barrier : barriers) if (barrier.arrived) fail("ends while some are at a barrier");
-        for (size_t i = room; i < sizeof shared_bytes; i++) if (shared_bytes[i] != 0x7f) fail("writes beyond its shared memory");
+        if (!late.empty()) fail("ends while something is on its way");
+        for (const Block &block : cluster) {
+            for (const Barrier &barrier : block.barriers) if (barrier.arrived) fail("ends while some are at a barrier");
+            for (size_t i = room; i < sizeof block.bytes; i++) if (block.bytes[i] != 0x7f) fail("writes beyond its shared memory");
+        }
     }
 }

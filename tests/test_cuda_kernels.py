@@ -24,7 +24,7 @@ SHAPES = (
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
     *("0, 1, 2, 1, 16, 2, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "2, 4, 1, 2, 16, 1, 2"),
 )
-TILES = ("sparse_tiles<0, 16>", "sparse_tiles<0, 8>", "sparse_tiles<1, 16>")
+TILES = ("sparse_tiles<0>", "sparse_tiles<1>")
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
@@ -33,7 +33,7 @@ NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-22}
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """All kernels in one library: ``run(number, grid, threads, bytes, arguments)``."""
+    """All kernels in one library: ``run(number, grid, cluster, threads, bytes, arguments)``."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_tiles", "unpack")}
@@ -45,9 +45,10 @@ static void **given;
 static int chosen;
 template <class T> static T arg(int i) {{ return *static_cast<T *>(given[i]); }}
 static void call() {{ switch (chosen) {{ {calls} }} }}
-extern "C" void run(int which, int across, int down, int threads, int bytes, void **arguments, long *counts) {{
+extern "C" void run(int which, int across, int down, int cluster_across, int cluster_down, int threads, int bytes,
+                    void **arguments, long *counts) {{
     chosen = which, given = arguments, fetched = cycles = 0;
-    run_grid(across, down, threads, bytes, call);
+    run_grid(across, down, Place{{(unsigned)cluster_across, (unsigned)cluster_down, 1}}, threads, bytes, call);
     counts[0] = fetched, counts[1] = cycles;
 }}"""
     at = tmp_path_factory.mktemp("emulated")
@@ -78,10 +79,15 @@ class Emulated:
     def __init__(self, library: Any, name: str) -> None:
         self.library, self.name = library, name
 
-    def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Any) -> None:
+    def clusters(self, cluster: tuple[int, int], threads: int, shared: int) -> int:
+        return 2
+
+    def __call__(
+        self, grid: tuple[int, int], threads: int, shared: int, arguments: Any, cluster: tuple[int, int] = (1, 1)
+    ) -> None:
         held = [_as_c(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
-        self.library.run(NAMES.index(self.name), *grid, threads, shared, pointers, self.counts)
+        self.library.run(NAMES.index(self.name), *grid, *cluster, threads, shared, pointers, self.counts)
 
 
 def _as_c(value: Any) -> Any:
@@ -92,12 +98,12 @@ def _as_c(value: Any) -> Any:
 
 @pytest.fixture
 def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of three multiprocessors."""
+    """A GPU of five multiprocessors."""
     machine = SimpleNamespace(
-        major=9, multi_processor_count=3, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
+        major=9, multi_processor_count=5, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472
     )
     cuda._most.cache_clear()
-    cuda._tiles_fit.cache_clear()
+    monkeypatch.setattr(cuda, "TILED", 17)
     never = 1 << 20  # as compiled above
     monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0, 1) for b in (1, 2, 4, 8, 16)})
     monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
@@ -148,36 +154,68 @@ def test_two_sets_at_once(kind: int, batch: int, at_once: int, split: int, monke
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("kind", "batch"), [(0, 16), (0, 11), (0, 6), (1, 16)])
-def test_products_by_tiles_agree_with_dense_ones(kind: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "TILED", 5)
-    require_right(kind, batch)
+def test_tall_ones_by_tiles_give_all_sums_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for them in shared memory."""
+    monkeypatch.setattr(cuda, "TILED", 9)
+    monkeypatch.setattr(cuda, "CHUNKS", 0)
+    done: set[str] = set()
+    monkeypatch.setattr(cuda, "_kernel", lambda name, device, known=cuda._kernel: done.add(name) or known(name, device))
+    weight, x = torch.zeros(2100, 4104, dtype=torch.bfloat16), torch.randn(9, 4104).bfloat16()
+    weight[::7, ::300], weight[-1] = 1, 2
+    _require_near(cuda.linear(x, pack_weight(weight, by_kind=True), None), x, weight, None)
+    assert done == {"sparse_tiles<0>", "sum_parts<0>"}
+
+
+def test_what_is_asked_for_is_what_the_kernel_of_tiles_has() -> None:
+    """Its constants stand in two places."""
+    text = (cuda.SOURCES / "tiles.cu").read_text()
+    own = {name: int(n) for name, n in re.findall(r"constexpr int (WRITERS|DEPTH) = (\d+);", text)}
+    assert own == {"WRITERS": cuda.WRITERS, "DEPTH": cuda.DEPTH}
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_chunks_across_the_middle_of_a_tile_beside_the_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "TILED", 5)
+    monkeypatch.setattr(cuda, "TILED", 9)
     weight = torch.zeros(8, 4096, dtype=torch.bfloat16)
     weight[0, 8:], weight[7, 2048:] = torch.randn(4088), torch.randn(2048)
-    x = torch.randn(8, 4096).bfloat16()
+    x = torch.randn(9, 4096).bfloat16()
     _require_near(cuda.linear(x, pack_weight(weight, by_kind=True), None), x, weight, None)
 
 
-def require_right(kind: int, batch: int) -> None:
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("kind", "batch", "columns"),
+    [
+        *[(0, 16, 56), (0, 9, 4096), (1, 16, 4096), (0, 11, 4104), (0, 16, 8192), (1, 13, 9000), (0, 10, 16384)],
+        (0, 12, 16392),
+    ],
+)
+def test_products_by_tiles(kind: int, batch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In clusters and not, with a last tile of eight columns, and with more units than blocks."""
+    monkeypatch.setattr(cuda, "TILED", 9)
+    monkeypatch.setattr(cuda, "CHUNKS", 0)
+    done: set[str] = set()
+    monkeypatch.setattr(cuda, "_kernel", lambda name, device, known=cuda._kernel: done.add(name) or known(name, device))
+    require_right(kind, batch, columns)
+    assert done == {f"sparse_tiles<{kind}>", *([f"sum_parts<{kind}>"] if columns > 16384 else [])}
+
+
+def require_right(kind: int, batch: int, columns_: int = 0) -> None:
     torch.manual_seed(batch)
     chance = random.Random(batch)
     for _ in range(6):
         rows = chance.choice([1, 3, chance.randint(1, 40), chance.randint(40, 120), 1030])
         odd = chance.choice([1, chance.randint(2, 90), chance.randint(90, 1500), chance.randint(4097, 5000)])
         columns = chance.choice([odd, 32 * chance.randint(1, 40), 4096 + 32])
-        columns = min(columns, 60) if rows > 300 else columns
+        columns = columns_ or (min(columns, 60) if rows > 300 else columns)
+        rows = min(rows, 80) if columns > 60 and columns_ else rows
         weight = _weight(rows, columns, chance.choice([0.0, 0.5, 0.8, 0.97, 1.0]), TYPES[kind])
         x, bias = torch.randn(batch, columns).to(TYPES[kind]), torch.randn(rows).to(TYPES[kind])
         if chance.random() < 0.2:
             x[chance.randrange(batch), chance.randrange(columns)] = chance.choice([float("nan"), float("inf")])
         given = bias if chance.random() < 0.5 else None
         packed = pack_weight(weight, by_kind=chance.random() < 0.8)
-        if len(packed.places):
+        if len(packed.places) or columns_:  # what is compiled above for others has chunks
             _require_near(cuda.linear(x, packed, given), x, weight, given)
 
 

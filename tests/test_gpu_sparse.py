@@ -100,8 +100,32 @@ def test_wide_ones(rows: int, columns: int, batch: int) -> None:
     assert_near(product(x, weight), x, weight)
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(
+    ("rows", "columns", "zeros"),
+    [
+        *[(1, 8, 0.0), (40, 104, 0.5), (3000, 4096, 0.8), (777, 4504, 0.0), (6001, 8192, 0.9)],
+        *[(300, 12296, 0.5), (1030, 14336, 0.8), (90, 28672, 0.99), (500, 4096, 1.0)],
+    ],
+)
+@pytest.mark.parametrize("batch", [9, 16])
+def test_dense_products_of_tiles(
+    batch: int, rows: int, columns: int, zeros: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In clusters across rows and across tiles, and with more tiles than a cluster has."""
+    monkeypatch.setattr(cuda, "CHUNKS", 0)
+    monkeypatch.setattr(cuda, "_launch", None)  # it is not taken
+    torch.manual_seed(rows)
+    weight, x = weight_of(rows, columns, zeros, dtype), torch.randn(batch, columns, device="cuda").to(dtype)
+    bias = torch.randn(rows, device="cuda").to(dtype)
+    first = product(x, weight, bias)
+    assert_near(first, x, weight, bias)
+    assert all(torch.equal(product(x, weight, bias), first) for _ in range(3))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(40, 100), (300, 4500)])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 100), (300, 4500), (300, 4504)])
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_what_is_not_finite_meets_zeros_as_in_a_dense_product(
     batch: int, rows: int, columns: int, dtype: torch.dtype

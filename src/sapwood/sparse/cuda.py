@@ -22,7 +22,7 @@ FILES = {
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST = 32
 """Rows of x for which a product may be tried; as many as have room are taken at once."""
-WAYS = {1: (16, 2, 100, 1), 2: (32, 1, 100, 1), 4: (32, 1, 300, 1), 8: (32, 1, 0, 1), 16: (20, 1, 0, 1)}
+WAYS = {1: (16, 2, 100, 2), 2: (32, 1, 100, 1), 4: (32, 1, 300, 1), 8: (24, 1, 0, 2), 16: (20, 1, 0, 1)}
 """For rows of x: warps of a block, blocks of a multiprocessor, from how many chunks in a row of W on a warp loads the
 next while it works on these, and how many sets of them at once."""
 FEW = 32
@@ -31,9 +31,11 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
-TILED, WRITERS, DEPTH = 17, 12, 4
-"""From so many rows of x of 16 bits on by dense products: warps that write W out, and sets of chunks on their way. Off
-until it has been measured against what is used."""
+TILED, CLUSTERED, CLUSTER, WRITERS, DEPTH = 9, 4, 2, 12, 3
+"""From so many rows of x of 16 bits on by dense products: how many tiles may make a cluster, how many blocks of one
+tile, warps that write W out, and sets of chunks on their way."""
+CHUNKS = 75
+"""In each row of a tile, where a multiprocessor has many rows: with fewer chunks dense products do not pay."""
 FULL = 0.9
 """A warp takes two or four rows of W at once where so many of the warps are busy then; where fewer are, they share."""
 
@@ -60,9 +62,8 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.
     if len(x) > most:
         return torch.cat([linear(part, packed, bias) for part in x.split(most)])
     out = torch.empty((len(x), packed.shape[0]), dtype=x.dtype, device=x.device)
-    if out.numel():
-        by_tiles = len(x) >= TILED and x.element_size() == 2 and _tiles_fit(x.device.index)
-        (_launch_tiles if by_tiles else _launch)(x, packed, bias, out)
+    if out.numel() and (len(x) < TILED or not _launch_tiles(x, packed, bias, out)):
+        _launch(x, packed, bias, out)
     return out
 
 
@@ -103,48 +104,55 @@ def _launch(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: tor
     active = warps // split * split if split > 1 else -(-units // (blocks * -(-units // (blocks * warps))))
     blocks = min(blocks, -(-units * split // active))
     name = f"sparse_linear<{kind}, {padded}, {at_once}, {split}, {warps}, {per}, {ahead}>"
-    shape = (blocks, parts), 32 * (active if split > 1 else warps), needed + 4 * warps * padded
-    _run(name, shape, (x, packed, bias, out), (here, len(packed.places), active))
-
-
-@functools.cache
-def _tiles_fit(device: int) -> bool:
-    """Registers change hands only on devices of compute capability 9.0."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.major == 9 and int(properties.shared_memory_per_block_optin) >= _room_of_tiles()
-
-
-def _room_of_tiles() -> int:
-    """Bytes of shared memory: twice eight rows of a tile, twice the sums of eight warps, chunks, and four barriers."""
-    return 2 * 8 * TILE * 2 + 2 * 8 * 512 + WRITERS * DEPTH * 32 * 24 + 32
-
-
-def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    (rows, columns), padded = packed.shape, 8 if len(x) <= 8 else 16
-    tiles, processors = tiles_of(columns), torch.cuda.get_device_properties(x.device.index).multi_processor_count
-    blocks = min(max(1, processors // tiles), -(-rows // 8))
-    name = f"sparse_tiles<{KINDS[x.dtype]}, {padded}>"
-    shape = (blocks, tiles), 32 * (8 + WRITERS), _room_of_tiles()
-    _run(name, shape, (x, packed, bias, out), (len(packed.places),))
-
-
-def _run(
-    name: str,
-    shape: tuple[tuple[int, int], int, int],
-    given: tuple[torch.Tensor, Packed, torch.Tensor | None, torch.Tensor],
-    more: tuple[int, ...],
-) -> None:
-    """``shape``: blocks and parts of the columns, threads, bytes of shared memory. Parts have sums of their own."""
-    x, packed, bias, out = given
-    (rows, columns), batch, parts, device = packed.shape, len(x), shape[0][1], x.device.index
-    sums = torch.float32  # whatever the default is
-    partial = torch.empty((parts, batch, rows), dtype=sums, device=x.device) if parts > 1 else None
+    threads, shared = 32 * (active if split > 1 else warps), needed + 4 * warps * padded
+    partial = _sums(parts, x, rows) if parts > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, None if parts > 1 else bias, out, partial)
-    _kernel(name, device)(*shape, (*tensors, rows, columns, tiles_of(columns), batch, *more))
+    numbers = (rows, columns, tiles_of(columns), batch, here, len(packed.places), active)
+    _kernel(name, device)((blocks, parts), threads, shared, (*tensors, *numbers))
+    _add_up(partial, bias, out)
+
+
+def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
+    """False where it cannot be done so, or is slower: x must lie in whole words of 16 bytes, and registers change hands
+    only where kernels are compiled for all that a device has, which is for compute capability 9."""
+    (rows, columns), device = packed.shape, x.device.index
+    tiles, units, threads = tiles_of(columns), -(-rows // 8), 32 * (8 + WRITERS)
+    properties: Any = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count
+    if properties.major != 9 or columns % 8 or x.data_ptr() % 16 or tiles > processors:
+        return False
+    if len(packed.places) < CHUNKS * rows * tiles and rows * tiles > 2 * FEW * processors:
+        return False
+    # twice eight rows of a tile (and what x is wider), chunks, barriers; then the sums of eight warps and those of the
+    # tile, where half of x is at first
+    least, sums = 2 * 8 * TILE * 2 + 512 + WRITERS * DEPTH * 32 * 24 + 48, 2 * 8 * 512
+    shared = least + 8 * (TILE * 2 + 64)
+    kernel, cluster, partial = _kernel(f"sparse_tiles<{KINDS[x.dtype]}>", device), (1, 1), None
+    blocks = 0
+    if tiles <= CLUSTERED:
+        cluster = (CLUSTER if tiles == 1 else 1), tiles
+        blocks = cluster[0] * min(kernel.clusters(cluster, threads, shared), -(-units // cluster[0]))
+        kept = 512 * tiles * -(-units // max(1, blocks * tiles)) * (tiles > 1)
+        shared = max(shared, least + sums + kept)
+    if not blocks or shared > properties.shared_memory_per_block_optin:
+        cluster, shared = (1, 1), least + 8 * (TILE * 2 + 64)
+        blocks, partial = min(processors // tiles, units), _sums(tiles, x, rows) if tiles > 1 else None
+    tensors = (packed.values, packed.places, packed.starts, x, bias if partial is None else None, out, partial)
+    kernel((blocks, tiles), threads, shared, (*tensors, rows, columns, tiles, len(x), cluster[0]), cluster)
+    _add_up(partial, bias, out)
+    return True
+
+
+def _sums(parts: int, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Room for those of each part of the columns, in float32 whatever the default is."""
+    return torch.empty((parts, len(x), rows), dtype=torch.float32, device=x.device)
+
+
+def _add_up(partial: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if partial is not None:
-        totals = (partial, bias, out, parts, rows, ctypes.c_longlong(batch * rows))
-        blocks = min(4096, -(-batch * rows // 256))
-        _kernel(f"sum_parts<{KINDS[out.dtype]}>", device)((blocks, 1), 256, 0, totals)
+        totals = (partial, bias, out, len(partial), out.shape[1], ctypes.c_longlong(out.numel()))
+        blocks = min(4096, -(-out.numel() // 256))
+        _kernel(f"sum_parts<{KINDS[out.dtype]}>", out.device.index)((blocks, 1), 256, 0, totals)
 
 
 def _parts(columns: int, most: int, processors: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sapwood.errors import SapwoodError
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_LIMIT = 48 * 1024
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -49,20 +51,46 @@ class Kernel:
     def __init__(self, handle: ctypes.c_void_p, device: int) -> None:
         self.handle, self.device, self.shared = handle, device, _STATIC_LIMIT
         self.may_start_early = torch.cuda.get_device_capability(device) >= (9, 0)
-        self.attributes = (_Attribute * 1)(_Attribute(_START_EARLY, 0, (ctypes.c_int * 16)(1)))
+        self.lock = threading.Lock()
+        self.known_clusters: dict[tuple[tuple[int, int], int, int], int] = {}
 
-    def __call__(self, grid: tuple[int, int], threads: int, shared: int, arguments: Sequence[Any]) -> None:
-        """``arguments``: tensors, None for a null pointer, and integers of 32 bits or ``ctypes`` numbers."""
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        arguments: Sequence[Any],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> None:
+        """``arguments``: tensors, None for a null pointer, and integers of 32 bits or ``ctypes`` numbers. ``cluster``:
+        how many blocks can see one another's shared memory."""
         held = [_as_c(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
         with torch.cuda.device(self.device):
+            how = self._how(grid, threads, shared, cluster)
+            _done(_driver().cuLaunchKernelEx(ctypes.byref(how), self.handle, pointers, None))
+
+    def clusters(self, cluster: tuple[int, int], threads: int, shared: int) -> int:
+        """How many run at once; 0 where the device has none."""
+        key = cluster, threads, shared
+        if key not in self.known_clusters:
+            with torch.cuda.device(self.device):
+                how, found = self._how(cluster, threads, shared, cluster), ctypes.c_int()
+                failed = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self.handle, ctypes.byref(how))
+            self.known_clusters[key] = 0 if failed else found.value
+        return self.known_clusters[key]
+
+    def _how(self, grid: tuple[int, int], threads: int, shared: int, cluster: tuple[int, int]) -> _Launch:
+        with self.lock:
             if shared > self.shared:
                 _done(_driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, shared))
                 self.shared = shared
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            sizes = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
-            how = _Launch(*sizes, shared, stream, self.attributes, int(EARLY and self.may_start_early))
-            _done(_driver().cuLaunchKernelEx(ctypes.byref(how), self.handle, pointers, None))
+        wanted: list[tuple[int, tuple[int, ...]]] = [(_START_EARLY, (1,))] * (EARLY and self.may_start_early)
+        wanted += [(_CLUSTER, (*cluster, 1))] * (cluster != (1, 1))
+        attributes = (_Attribute * 2)(*[_Attribute(which, 0, (ctypes.c_int * 16)(*v)) for which, v in wanted])
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+        return _Launch(*sizes, shared, stream, attributes, len(wanted))
 
 
 def _as_c(value: Any) -> Any:

@@ -122,6 +122,12 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
 __device__ __forceinline__ void begin_barrier(u32 at, int many) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(many) : "memory");
 }
+__device__ __forceinline__ void barriers_begun() {  // so that all blocks of the cluster know
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void come_with(u32 barrier, u32 bytes) {  // so many have to be copied, too
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void come(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -131,9 +137,35 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
                  : "memory");
 }
 
+// Blocks of a cluster: all have begun. Sixteen bytes go to a place in another one's shared memory; a barrier there counts
+// them.
+__device__ __forceinline__ void come_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ u32 place_in(u32 at, int block) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+    return there;
+}
+__device__ __forceinline__ void push16(u32 to, uint4 what, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+                 "r"(what.x), "r"(what.y), "r"(what.z), "r"(what.w), "r"(barrier)
+                 : "memory");
+}
+
+// Bytes, sixteen or a multiple of it, to the same place in all blocks of the mask; their barriers count them.
+__device__ __forceinline__ void copy_to_all(u32 to, const void *from, u32 bytes, u32 barrier, u32 mask) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)mask)
+                 : "memory");
+}
+
 // Registers go from warps that need few to those that need many.
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 48;"); }
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 168;"); }
+template <int MANY> __device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MANY));
+}
+template <int MANY> __device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
+}
 
 // [16 x 16] [16 x 8] added to [16 x 8], of bf16 (0) or fp16 (1).
 template <int KIND>
