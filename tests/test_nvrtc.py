@@ -1,0 +1,54 @@
+"""The CUDA kernels of sapwood.sparse through the compiler that users have, for the devices they have."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapwood.sparse import cuda
+
+KERNELS = (
+    *(
+        "sparse_linear<0, 1, 2, 1, 16, 2, 2>",
+        "sparse_linear<1, 8, 4, 1, 24, 1, 2>",
+        "sparse_linear<2, 4, 1, 2, 32, 1, 1>",
+    ),
+    *("sum_parts<0>", "unpack<2>"),
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Any:
+    """NVRTC of the same major version as in PyTorch's CUDA builds. What it opens itself is opened before it looks."""
+    found = importlib.util.find_spec("nvidia")
+    places = [Path(p) for p in (found.submodule_search_locations or [])] if found else []
+    libraries = [p for place in places for p in place.glob("cu*/lib/libnvrtc.so.*")]
+    if not libraries:
+        pytest.skip("needs the package nvidia-cuda-nvrtc")
+    for builtins in libraries[0].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(libraries[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((k, t) for k in KERNELS for t in ("80", "90a", "120")), ("sparse_tiles<0>", "90a"), ("sparse_tiles<1>", "90a")],
+)
+def test_kernels_compile(compiler: Any, name: str, target: str) -> None:
+    files = cuda.FILES[name.partition("<")[0]]
+    text = "\n".join((cuda.SOURCES / file).read_text() for file in files)
+    program = ctypes.c_void_p()
+    assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
+    assert compiler.nvrtcAddNameExpression(program, name.encode()) == 0
+    options = [f"--gpu-architecture=sm_{target}".encode(), b"--std=c++17"]
+    failed = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetProgramLog(program, log)
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    assert not failed, log.value.decode()
