@@ -278,7 +278,12 @@ class Bench:
             started = time.time()
             plan = self.other_plan(model, x, other)
             forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x, dense.backend)}
+            kept_channels = plan.achieved["channels"] / plan.achieved["dense_channels"]
+            peer = self.peer(model, kept_channels, name) if self.o.peer else "not asked for"
+            if isinstance(peer, nn.Module):
+                forms["torch_pruning"] = self.deployed(peer, x, dense.backend)
             found: dict[str, Any] = self.turns(forms, x)
+            found |= {"channels_kept": kept_channels, "peer": peer if isinstance(peer, str) else "measured"}
             planner = self.planner(model, x, min(1.0, 1 / found[other]["speed"]), dense)
             ours = planner.plan_until(planner.runs)  # which took turns with the dense model
             kept = ("latency_ms", "dense_latency_ms", "speed", "speed_interval")
