@@ -233,6 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "scope": ({"prune": [{"sparsity": 0.5, "scope": "layer"}]}, [], "global, local, row"),
     "ignore": ({"prune": [{"sparsity": 0.5, "ignore": "head"}]}, [], "a list of names"),
     "round_to": ({"prune": [{"channels": 0.5, "round_to": 0}]}, [], "at least 1"),
+    "round_to in words": ({"prune": [{"channels": 0.5, "round_to": "eight"}]}, [], "or auto"),
     "share": ({"recover": {"share": 0}}, [], "at most 1"),
     "own data raises": ({"data": "tests.test_runs:raising"}, [], "on purpose"),
     "name": ({"name": "../evil"}, [], "a name of letters"),
@@ -272,6 +273,15 @@ def test_yaml_as_people_mean_it(tmp_path: Path) -> None:
     path.write_text("model: a:b\ndata: digits\ndata: digits\nprune: {sparsity: 0.5}\n")
     with pytest.raises(sw.SapwoodError, match="comes twice"):
         read_recipe(path)
+
+
+def test_a_recipe_has_the_switches_of_recover_and_widths_that_the_device_likes(tmp_path: Path) -> None:
+    steps = [{"channels": 0.5, "round_to": "auto"}]
+    chosen = read_recipe(recipe(tmp_path, prune=steps, recover={"fraction": 0.2, "fused": True, "graph": True}))
+    settings = chosen.recovery(0, 0)
+    assert settings.fused and settings.graph and chosen.prune[0].step().options["round_to"] == "auto"
+    (tmp_path / "again.yaml").write_text(chosen.to_yaml())
+    assert read_recipe(tmp_path / "again.yaml") == chosen
 
 
 def test_nothing_in_arguments_is_lost(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ class RecoverPart:
     accumulate: int = 1
     channels_last: bool = False
     compile: bool = False
+    fused: bool = False
+    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class PrunePart:
     allocate: str | None = None
     include: Sequence[str] | None = None
     ignore: Sequence[str] | None = None
-    round_to: int | None = None
+    round_to: int | str | None = None
     schedule: str = "one-shot"
     rounds: int = 1
     seed: int | None = None
@@ -119,8 +121,9 @@ class PrunePart:
         for key in ("ignore", "include"):
             if key in chosen and not (isinstance(chosen[key], list) and all(isinstance(n, str) for n in chosen[key])):
                 raise explain("a list of names", repr(chosen[key])[:60], f"{key}: [head]", f"prune, {key}")
-        if "round_to" in chosen and chosen["round_to"] < 1:
-            raise explain("a number of at least 1", repr(chosen["round_to"]), "For example 8.", "prune, round_to")
+        step = chosen.get("round_to", "auto")
+        if step != "auto" and (isinstance(step, str) or step < 1):
+            raise explain("a number of at least 1, or auto", repr(step), "For example 8.", "prune, round_to")
         return Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
 
 
@@ -163,6 +166,8 @@ class Recipe:
             accumulate=part.accumulate,
             channels_last=part.channels_last,
             compile=part.compile,
+            fused=part.fused,
+            graph=part.graph,
             seed=seed * 1009 + step + 1,
             cpu=self.device == "cpu",
             repeatable=True,
