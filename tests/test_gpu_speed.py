@@ -19,7 +19,7 @@ from tests.helpers import outputs, same, snapshot
 from tests.test_convolutions import Mobile, Residual
 from tests.test_latency import chain
 from tests.test_measure import Many
-from tests.test_padding import Odd
+from tests.test_padding import Gated, Odd
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +146,14 @@ def test_odd_widths_are_padded() -> None:
     made = deploy(model, x, "graph", seconds=0.1)
     form = next(form for form in made.forms if form.name == "padded, graph")
     assert form.timing is not None and any("padded to eights" in note for note in form.notes), form
+    assert error(made(x), outputs(model, x)[0]) < 2e-2
+
+
+def test_odd_products_are_padded_and_win() -> None:
+    model = Gated(1229, 2451).to(CUDA, torch.bfloat16).eval()
+    x = torch.randn(16, 256, 1229, device=CUDA).bfloat16()
+    made = deploy(model, x, "graph", seconds=0.1)
+    assert made.form == "padded, graph" and "4 products padded to eights" in made.notes, made.forms
     assert error(made(x), outputs(model, x)[0]) < 2e-2
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.measurement import convolutions, rewrite
-from sapwood.measurement.padding import widen, worth_while
+from sapwood.measurement.padding import widen, widen_products, worth_while
 from sapwood.storage.export import quiet
 from sapwood.storage.fold import fold_batch_norms
 
@@ -148,6 +148,80 @@ def test_a_change_that_nobody_else_sees_is_passed_on() -> None:
         torch.testing.assert_close(made(x), model(x))
 
 
+class Gated(nn.Module):
+    """Two products, a gate, and one back; a norm over what is odd, and a small head."""
+
+    def __init__(self, width: int = 301, inner: int = 523) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = (
+            nn.LayerNorm(width),
+            nn.Linear(width, inner),
+            nn.Linear(width, inner, bias=False),
+        )
+        self.down, self.even, self.head = nn.Linear(inner, width), nn.Linear(width, 512), nn.Linear(512, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return self.head(nn.functional.gelu(self.even(x)).mean(1))
+
+
+def products(made: Any) -> list[tuple[int, ...]]:
+    return [tuple(n.args[1].meta["val"].shape) for n in made.graph.nodes if n.target is _aten.linear.default]
+
+
+def test_wide_products_are_the_same_function() -> None:
+    model, x = Gated().double().eval(), torch.randn(3, 5, 301).double()
+    made = exported(model, x)
+    assert widen_products(made) == 4
+    assert products(made) == [(528, 304), (528, 304), (304, 528), (512, 304), (7, 512)]
+    assert copies(made) == 1  # before the sum; between the products nothing is copied
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_transformers_cut_without_rounding(name: str) -> None:
+    torchvision = pytest.importorskip("tests.zoo.torchvision_models").import_torchvision()
+    torch.manual_seed(0)
+    if name == "vit":
+        model = torchvision.models.VisionTransformer(32, 8, 2, 8, 384, 768, num_classes=10)
+    else:
+        sizes = {"patch_size": [4, 4], "window_size": [4, 4], "embed_dim": 192, "depths": [2, 2], "num_heads": [6, 12]}
+        model = torchvision.models.SwinTransformer(**sizes, num_classes=10)
+    model, x = model.eval().double(), torch.randn(2, 3, 32, 32).double()
+    cut = sw.prune(model, x, sw.Budget(channels=0.7), allocate="uniform").model.eval()
+    made = exported(cut, x)
+    odd = [s for s in products(made) if s[0] * s[1] >= 2**16 and any(n % 8 for n in s)]
+    assert odd and widen_products(made) == len(odd)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), cut(x))
+
+
+def test_a_product_whose_weight_is_made_on_the_way_is_left_alone() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(301, 401)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, 2 * self.one.weight, self.one.bias)
+
+    model, x = Tied().eval(), torch.randn(4, 301)
+    made = exported(model, x)
+    assert widen_products(made) == 0
+    torch.testing.assert_close(made(x), model(x))
+
+
+def test_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU(), nn.Conv2d(5, 16, 1), nn.Flatten(), nn.Linear(1024, 301)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    made, used = rewrite.rewrite(model, ((x,), {}), pad=True)
+    assert used == {"padded to eights": 2, "products padded to eights": 1}
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_no_weight_is_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "_on_gpu", lambda node: True)
     monkeypatch.setattr(rewrite, "fastest_way", lambda *_: convolutions.Way("ours", convolutions.separate))
@@ -186,6 +260,10 @@ def test_ways_are_chosen_for_the_wide_ones(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_odd_widths_in_bfloat16_are_worth_it() -> None:
     assert worth_while(Odd().bfloat16()) and not worth_while(Odd()) and not worth_while(Odd().half())
     assert not worth_while(nn.Sequential(nn.Conv2d(3, 16, 3)).bfloat16())
-    assert not worth_while(nn.Sequential(nn.Linear(3, 5)).bfloat16())
+    assert not worth_while(nn.Sequential(nn.Linear(3, 5)).bfloat16()) and not worth_while(
+        nn.Linear(512, 512).bfloat16()
+    )
+    assert worth_while(Gated().bfloat16()) and not worth_while(Gated())
+    assert worth_while(nn.Sequential(nn.MultiheadAttention(300, 3)).bfloat16())
     with pytest.raises(sw.SapwoodError, match="widened"):
         rewrite.rewrite(nn.Conv2d(3, 16, 3).eval(), ((torch.randn(1, 3, 8, 8),), {}), pad=True)

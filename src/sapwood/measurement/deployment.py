@@ -21,7 +21,7 @@ from sapwood.measurement.convolutions import HALF
 from sapwood.measurement.measure import own_copy, require_seconds, told
 from sapwood.measurement.packing import pack_two_of_four, pack_zeros
 from sapwood.measurement.padding import worth_while
-from sapwood.measurement.rewrite import rewrite
+from sapwood.measurement.rewrite import PRODUCTS, rewrite
 from sapwood.storage.fold import fold_batch_norms
 from sapwood.surgery.check import relative_error
 
@@ -152,12 +152,12 @@ def deploy(model: nn.Module, inputs: Any, backend: str = "auto", seconds: float 
 
 def _loses(name: str, runners: Mapping[str, Runner], device: torch.device) -> bool:
     """Whether a graph has shown that it is better with padding, or without: then only that is compiled."""
-    rivals = {family: runners.get(f"{family}, graph") for family in ("padded", "arranged")}
-    family = name.split(", ")[0]
-    if family not in rivals or None in rivals.values():
+    known = {family: runners.get(f"{family}, graph") for family in ("padded", "arranged", "folded")}
+    rivals, family = {n: r for n, r in known.items() if r is not None}, name.split(", ")[0]
+    if family not in rivals or "padded" not in rivals or len(rivals) < 2:
         return False
     with torch.no_grad():
-        times = take_turns({n: r.call for n, r in rivals.items() if r}, 0.1, device=device, lead=1)
+        times = take_turns({n: r.call for n, r in rivals.items()}, 0.1, device=device, lead=1)
     return min(times, key=lambda n: times[n].median_ms) != family
 
 
@@ -191,8 +191,8 @@ def _forms(
     images = any(isinstance(m, nn.Conv2d) for m in model.modules())
     if device.type == "cuda":
         arranged = once("arranged", lambda: _arranged(wide(), inputs)) if images else folded
-        padded = once("padded", lambda: _arranged(wide(), inputs, pad=True))
-        pads = images and worth_while(model)
+        padded = once("padded", lambda: _arranged(wide() if images else folded(), inputs, pad=True))
+        pads = worth_while(model)
         for backend in backends:
             if pads:
                 yield f"padded, {backend}", padded, backend
@@ -239,8 +239,10 @@ def _arranged(
             raise
         why = " ".join(str(error).split())[:120]
         return made[0], (*made[1], f"convolutions left as they are: the export raised {type(error).__name__}: {why}")
+    products = used.pop(PRODUCTS, 0)
     told = ", ".join(f"{n} {way}" for way, n in used.items())
-    return model, (*made[1], f"convolutions: {told}") if told else made[1]
+    notes = [f"convolutions: {told}"] * bool(told) + [f"{products} {PRODUCTS}"] * bool(products)
+    return model, (*made[1], *notes)
 
 
 def _try(

@@ -1,4 +1,4 @@
-"""Channels added to the convolutions of a graph, with zero weights, up to widths that a GPU likes.
+"""Channels added to the convolutions and products of a graph, with zero weights, up to widths that a GPU likes.
 
 A width that is no multiple of eight costs a GPU several times over: rows of 16-bit numbers then do not begin where 16
 bytes can be read at once. The channels that are added are read by nobody: the weights that meet them are zero. That
@@ -7,7 +7,7 @@ holds as long as they are finite, so float16, which overflows, is left alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +19,48 @@ from sapwood.measurement.graphs import changed, constant, conv_arguments, held
 STEP = 8
 _aten: Any = torch.ops.aten
 _SAME = """relu relu_ relu6 relu6_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu leaky_relu leaky_relu_
-sigmoid sigmoid_ hardsigmoid hardsigmoid_ tanh max_pool2d avg_pool2d adaptive_avg_pool2d dropout"""
-ONE_BY_ONE = {getattr(_aten, name).default for name in _SAME.split()}
+sigmoid sigmoid_ hardsigmoid hardsigmoid_ tanh dropout"""
+ELEMENTWISE = {getattr(_aten, name).default for name in _SAME.split()}
+ONE_BY_ONE = ELEMENTWISE | {getattr(_aten, f"{name}_pool2d").default for name in ("max", "avg", "adaptive_avg")}
 """What does the same to every channel, whatever the others are."""
+ENOUGH = 2**16
+"""Weights of a product for which it pays to copy what goes in and comes out."""
 PASS_ON = {_aten.dropout, _aten.contiguous, _aten.to, _aten.reshape, _aten.flatten, _aten.type_as}
 """What may hand on what it was given, though an exported graph has it as something new."""
 PAIRS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.mul_.Tensor}
 
 
 def worth_while(model: nn.Module) -> bool:
-    """Whether there are convolutions in bfloat16 with widths that a GPU does not like."""
-    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d) and m.weight.dtype == torch.bfloat16)
-    return any(m.out_channels % STEP for m in convolutions if m.groups in (1, m.out_channels))
+    """Whether there are convolutions or products in bfloat16 with widths that a GPU does not like."""
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dtype == torch.bfloat16]
+        if isinstance(module, nn.Conv2d) and own and module.groups in (1, module.out_channels):
+            found = bool(module.out_channels % STEP)
+        else:
+            found = isinstance(module, (nn.Linear, nn.MultiheadAttention)) and any(map(_odd, own))
+        if found:
+            return True
+    return False
+
+
+def _odd(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and weight.numel() >= ENOUGH and any(n % STEP for n in weight.shape)
 
 
 def widen(made: Any) -> int:
     """Widen the convolutions of an exported graph in place; how many were."""
-    if _changes_are_seen(made.graph):
+    return _walk(made, _Convolutions)
+
+
+def widen_products(made: Any) -> int:
+    """The same for products with constant weights, along the last axis."""
+    return _walk(made, _Products)
+
+
+def _walk(made: Any, kind: type[_Walker]) -> int:
+    if _changes_are_seen(made.graph, kind.touched):
         return 0
-    walker = _Walker(made)
+    walker = kind(made)
     for node in list(made.graph.nodes):
         walker.visit(node)
     for node in reversed(walker.gone):
@@ -47,10 +70,11 @@ def widen(made: Any) -> int:
     return walker.count
 
 
-def _changes_are_seen(graph: fx.Graph) -> bool:
+def _changes_are_seen(graph: fx.Graph, touched: set[Any]) -> bool:
     """Whether anybody else may see a value that is changed in place: then a copy of a part of it would not do.
 
-    Up to its last change, memory must be passed on from one node to the next, each the only one to know the last.
+    Up to its last change, memory must be passed on from one node to the next, each the only one to know the last. What
+    no operator of those that may be ``touched`` knows does not matter.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     memories: dict[fx.Node, set[int]] = {}
@@ -67,6 +91,7 @@ def _changes_are_seen(graph: fx.Graph) -> bool:
     return any(
         len(owner.users) > 1
         for memory, change in last.items()
+        if any(owner.target in touched for owner in owners[memory])
         for owner in owners[memory]
         if order[owner] < order[change]
     )
@@ -79,6 +104,10 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 class _Walker:
     """``wide`` has, for nodes whose channels became more, the node that has them; those are ``gone`` in the end."""
 
+    axis = 1
+    touched: ClassVar[set[Any]] = set()
+    """Operators that may be replaced by wide ones."""
+
     def __init__(self, made: Any) -> None:
         self.made, self.graph, self.count = made, made.graph, 0
         self.wide: dict[fx.Node, fx.Node] = {}
@@ -86,22 +115,70 @@ class _Walker:
         self.gone: list[fx.Node] = []
 
     def visit(self, node: fx.Node) -> None:
-        if node.op == "call_function" and node.target is _aten.conv2d.default and self._convolution(node):
+        if node.op == "call_function" and self.widened(node):
             return
         inputs = [n for n in node.all_input_nodes if n in self.wide]
         if not inputs:
             return
-        if node.op == "call_function" and self._passes(node):
+        if node.op == "call_function" and self.passes(node):
             with self.graph.inserting_before(node):
                 self.wide[node] = self.graph.node_copy(node, lambda n: self.wide.get(n, n))
-            self.wide[node].meta = {**node.meta, "val": _widened(node.meta["val"])}
+            self.wide[node].meta = {**node.meta, "val": self._more(node.meta["val"])}
             self.gone.append(node)
             return
         for other in inputs:
             node.replace_input_with(other, self._cut_back(other, node))
 
-    def _passes(self, node: fx.Node) -> bool:
+    def widened(self, node: fx.Node) -> bool:
+        """Whether it was replaced by one with more channels."""
+        raise NotImplementedError
+
+    def passes(self, node: fx.Node) -> bool:
         """Whether it can be done on the wide ones just as well."""
+        raise NotImplementedError
+
+    def put(self, node: fx.Node, arguments: tuple[Any, ...], more: int) -> None:
+        """The same operator with these arguments in its place."""
+        with self.graph.inserting_before(node):
+            done = self.graph.call_function(node.target, arguments)
+        done.meta = {**node.meta, "val": self._more(node.meta["val"])}
+        self.count += 1
+        if more:
+            self.wide[node] = done
+        else:
+            node.replace_all_uses_with(done)
+        self.gone.append(node)
+
+    def _cut_back(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The channels that were there before, by themselves."""
+        if node not in self.narrow:
+            value = node.meta["val"]
+            axis = self.axis % value.dim()
+            with self.graph.inserting_before(before):
+                part = self.graph.call_function(_aten.slice.Tensor, (self.wide[node], axis, 0, value.shape[axis]))
+                how = {"memory_format": _layout(value)}
+                self.narrow[node] = self.graph.call_function(_aten.clone.default, (part,), how)
+            part.meta = self.narrow[node].meta = dict(node.meta)
+        return self.narrow[node]
+
+    def _more(self, value: torch.Tensor) -> torch.Tensor:
+        """A value without data of the shape that the wide node has."""
+        shape = list(value.shape)
+        shape[self.axis] += -shape[self.axis] % STEP
+        return torch.empty(shape, dtype=value.dtype, device="meta").to(memory_format=_layout(value))
+
+
+def _layout(value: torch.Tensor) -> torch.memory_format:
+    last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+class _Convolutions(_Walker):
+    """Of one group, or of a kernel for each channel, whose weights are constants."""
+
+    touched: ClassVar[set[Any]] = {_aten.conv2d.default, _aten.mean.dim} | ONE_BY_ONE | PAIRS
+
+    def passes(self, node: fx.Node) -> bool:
         tensors, value = node.all_input_nodes, node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() != 4 or not all(n in self.wide for n in tensors):
             return False
@@ -112,8 +189,9 @@ class _Walker:
         pair = node.target in PAIRS and len(tensors) == len(set(node.args[:2]))
         return node.target in ONE_BY_ONE or (pair and len({n.meta["val"].shape[1] for n in tensors}) == 1)
 
-    def _convolution(self, node: fx.Node) -> bool:
-        """A convolution of one group, or of a kernel for each channel, whose weights are constants."""
+    def widened(self, node: fx.Node) -> bool:
+        if node.target is not _aten.conv2d.default:
+            return False
         x, weight, bias, *places, groups = conv_arguments(node)
         constants = [n for n in (weight, bias) if n is not None]
         if node.kwargs or any(n.op != "get_attr" for n in constants) or x.meta["val"].dim() != 4:
@@ -139,33 +217,38 @@ class _Walker:
             *places,
             groups + more if own else groups,
         )
-        with self.graph.inserting_before(node):
-            done = self.graph.call_function(_aten.conv2d.default, arguments)
-        done.meta = {**node.meta, "val": _widened(node.meta["val"])}
-        self.count += 1
-        if more:
-            self.wide[node] = done
-        else:
-            node.replace_all_uses_with(done)
-        self.gone.append(node)
+        self.put(node, arguments, more)
         return True
 
-    def _cut_back(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """The channels that were there before, by themselves."""
-        if node not in self.narrow:
-            value = node.meta["val"]
-            last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-            form = torch.channels_last if last else torch.contiguous_format
-            with self.graph.inserting_before(before):
-                part = self.graph.call_function(_aten.slice.Tensor, (self.wide[node], 1, 0, value.shape[1]))
-                self.narrow[node] = self.graph.call_function(_aten.clone.default, (part,), {"memory_format": form})
-            part.meta = self.narrow[node].meta = dict(node.meta)
-        return self.narrow[node]
 
+class _Products(_Walker):
+    """Large ones; what goes in and is not wide yet gets zeros."""
 
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    """A value without data of the shape that the wide node has."""
-    n, channels, *rest = value.shape
-    last = value.is_contiguous(memory_format=torch.channels_last)
-    form = torch.channels_last if last else torch.contiguous_format
-    return torch.empty((n, channels + -channels % STEP, *rest), dtype=value.dtype, device="meta").to(memory_format=form)
+    axis = -1
+    touched: ClassVar[set[Any]] = {_aten.linear.default} | ELEMENTWISE | PAIRS
+
+    def passes(self, node: fx.Node) -> bool:
+        tensors, value = node.all_input_nodes, node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not all(n in self.wide for n in tensors):
+            return False
+        pair = node.target in PAIRS and len(tensors) == len(set(node.args[:2]))
+        return node.target in ELEMENTWISE or (pair and len({n.meta["val"].shape for n in tensors}) == 1)
+
+    def widened(self, node: fx.Node) -> bool:
+        if node.target is not _aten.linear.default or node.kwargs:
+            return False
+        given: list[Any] = [*node.args, None]
+        x, weight, bias = given[:3]
+        if any(n.op != "get_attr" for n in (weight, bias) if n is not None) or not _odd(held(self.made, weight)):
+            return False
+        kernel = held(self.made, weight)
+        more, wide_in = (-n % STEP for n in kernel.shape)
+        taken = self.wide.get(x, x)
+        if wide_in and x not in self.wide:
+            with self.graph.inserting_before(node):
+                taken = self.graph.call_function(_aten.constant_pad_nd.default, (x, [0, wide_in], 0.0))
+            taken.meta = {**x.meta, "val": self._more(x.meta["val"])}
+        values = constant(self.made, F.pad(kernel, (0, wide_in, 0, more)), node)
+        wider = None if bias is None else constant(self.made, F.pad(held(self.made, bias), (0, more)), node)
+        self.put(node, (taken, values, wider), more)
+        return True

@@ -12,13 +12,14 @@ from sapwood.capture.run import Inputs
 from sapwood.errors import SapwoodError
 from sapwood.measurement.convolutions import AFTER, Arranged, Conv, fastest_way
 from sapwood.measurement.graphs import ARRANGED, changed, constant, conv_arguments, free_name, held
-from sapwood.measurement.padding import widen
+from sapwood.measurement.padding import widen, widen_products
 from sapwood.storage.export import quiet
 
 _aten: Any = torch.ops.aten
 _ACTIVATIONS = {getattr(_aten, name + end).default: name for name in AFTER if name for end in ("", "_")}
 _BOUNDED = (_aten.hardtanh.default, _aten.hardtanh_.default)
 _ADD = (_aten.add.Tensor, _aten.add_.Tensor)
+PADDED, PRODUCTS = "padded to eights", "products padded to eights"
 
 
 @dataclass
@@ -34,16 +35,17 @@ class _Site:
 def rewrite(model: nn.Module, inputs: Inputs, pad: bool = False) -> tuple[nn.Module, dict[str, int]]:
     """The exported graph of a model in evaluation mode, and how many convolutions run in which way.
 
-    ``pad``: with channels added where widths are no multiples of eight.
+    ``pad``: with channels added where widths are no multiples of eight, also to products, which count by themselves.
     """
     with quiet(), torch.no_grad():
         made: Any = torch.export.export(model, *inputs, strict=False).module()
     nodes: fx.Graph = made.graph
     used: dict[str, int] = {}
     if pad:
-        used["padded to eights"] = widen(made)
-        if not used["padded to eights"]:
-            raise SapwoodError("no convolution could be widened")
+        found = {PADDED: widen(made), PRODUCTS: widen_products(made)}
+        used = {name: many for name, many in found.items() if many}
+        if not used:
+            raise SapwoodError("nothing could be widened")
     _join_biases(made)
     for node in list(nodes.nodes):
         if node.op == "call_function" and node.target is _aten.conv2d.default and _plain(node):
