@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sapwood as sw
-from sapwood.measurement import convolutions, rewrite
+from sapwood.measurement import convolutions, deployment, rewrite
 from sapwood.measurement.padding import widen, widen_products, worth_while
 from sapwood.storage.export import quiet
 from sapwood.storage.fold import fold_batch_norms
@@ -196,6 +196,23 @@ def test_transformers_cut_without_rounding(name: str) -> None:
     assert odd and widen_products(made) == len(odd)
     with torch.no_grad():
         torch.testing.assert_close(made(x), cut(x))
+
+
+@pytest.mark.parametrize("name", ["gated", "odd", "full precision"])
+def test_forms_that_a_gpu_is_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for packs in ("pack_two_of_four", "pack_zeros"):
+        monkeypatch.setattr(deployment, packs, lambda *_: None)
+    model, x = (Odd(), torch.randn(2, 3, 32, 32)) if name == "odd" else (Gated(), torch.randn(2, 5, 301))
+    dtype = torch.float32 if name == "full precision" else torch.bfloat16
+    model, x, family = model.eval().to(dtype), x.to(dtype), "arranged" if name == "odd" else "folded"
+    forms = {n: build for n, build, _ in deployment._forms(model, ((x,), {}), torch.device("cuda"), ["graph"])}
+    padded = [] if name == "full precision" else ["padded, graph"]
+    assert list(forms) == [*padded, f"{family}, graph", "plain, graph"]
+    for build in forms.values():
+        made, notes = build()
+        assert any("padded to eights" in n for n in notes) == (build is forms.get("padded, graph"))
+        with torch.no_grad():
+            torch.testing.assert_close(made(x), model(x), rtol=2e-2, atol=2e-2)
 
 
 def test_a_product_whose_weight_is_made_on_the_way_is_left_alone() -> None:
