@@ -1,16 +1,15 @@
 """What a cut gains on this device, in deployed form, and how near latency budgets come.
 
-    python -m benchmarks.latency --part half|plans|equal|sweep|peers [--models a,b] [--batch 64] [--backend auto]
+    python -m benchmarks.latency --part half|plans|equal|sweep [--models a,b] [--batch 64] [--backend auto]
                                  [--device cuda] [--dtype bfloat16] [--out FILE]
 
 half   half of the channels removed (uniform, round_to="auto"), dense and cut each in its best deployed form
 plans  latency budgets of 70%, 50% and 35%; also measured at batch 1
 equal  at the latency of uniform and of FLOP-budget plans: the score that a latency plan keeps
 sweep  10% to 90% of the channels removed: plain plan, round_to="auto", and latency budgets
-peers  Torch-Pruning with as many channels as the plans of ``plans`` and ``equal`` that the file has
 
-Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is a column where the package
-``torch_pruning`` can be imported. Results are merged into the JSON file, by part, model and batch.
+Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is a column with ``--peer``, where the
+package ``torch_pruning`` can be imported. Results are merged into the JSON file, by part, model and batch.
 """
 
 from __future__ import annotations
@@ -278,12 +277,12 @@ class Bench:
             started = time.time()
             plan = self.other_plan(model, x, other)
             forms = {"dense": dense, other: self.deployed(sw.cut(model, plan), x, dense.backend)}
-            kept_channels = plan.achieved["channels"] / plan.achieved["dense_channels"]
-            peer = self.peer(model, kept_channels, name) if self.o.peer else "not asked for"
+            share = plan.achieved["channels"] / plan.achieved["dense_channels"]
+            peer = self.peer(model, share, name) if self.o.peer else "not asked for"
             if isinstance(peer, nn.Module):
                 forms["torch_pruning"] = self.deployed(peer, x, dense.backend)
             found: dict[str, Any] = self.turns(forms, x)
-            found |= {"channels_kept": kept_channels, "peer": peer if isinstance(peer, str) else "measured"}
+            found |= {"channels_kept": share, "peer": peer if isinstance(peer, str) else "measured"}
             planner = self.planner(model, x, min(1.0, 1 / found[other]["speed"]), dense)
             ours = planner.plan_until(planner.runs)  # which took turns with the dense model
             kept = ("latency_ms", "dense_latency_ms", "speed", "speed_interval")
@@ -299,26 +298,6 @@ class Bench:
         allocate = "uniform" if other == "uniform" else "global"
         budget = sw.Budget(**OTHERS[other])
         return sw.make_plan(model, x[:1], budget, allocate=allocate, round_to="auto", backend=self.o.backend)
-
-    def peers(self, name: str, batch: int) -> None:
-        model, x, dense = self.dense(name, batch)
-        known = {**self.results.get("plans", {}), **self.results.get("equal", {})}
-        for key, row in known.items():
-            if not key.startswith(f"{name}, batch {batch}, ") or "failed" in row:
-                continue
-            if "channels_kept" not in row:
-                left = self.other_plan(model, x, key.rpartition(", ")[2]).achieved
-                row["channels_kept"] = left["channels"] / left["dense_channels"]
-            peer = self.peer(model, row["channels_kept"], name)
-            row["peer"] = peer if isinstance(peer, str) else "measured"
-            if isinstance(peer, nn.Module):
-                forms = {"dense": dense, "torch_pruning": self.deployed(peer, x, dense.backend)}
-                today = {"date": datetime.date.today().isoformat()}
-                row["torch_pruning"] = today | self.turns(forms, x)["torch_pruning"]
-                self.console.print(
-                    f"peers {key}: {row['torch_pruning']['speed']:.3f} as {row['torch_pruning']['form']}"
-                )
-            self.write()
 
     def sweep(self, name: str, batch: int) -> None:
         """Every cut in the same form, so that a curve is a curve. Known ones are measured anew only if asked."""

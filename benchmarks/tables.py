@@ -1,4 +1,5 @@
-"""The tables of README and docs, as markdown, from the raw output of ``benchmarks.latency`` and ``forms``.
+"""The tables of README and docs, as markdown, from the raw output of ``benchmarks.latency``, ``forms``, ``sparse`` and
+``decode``.
 
 python -m benchmarks.tables benchmarks/results/latency_h200.json
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from statistics import geometric_mean
 from typing import Any
 
 Rows = dict[str, dict[str, Any]]
@@ -76,11 +78,13 @@ def plans(rows: Rows) -> Iterator[str]:
 
 
 def equal(rows: Rows) -> Iterator[str]:
-    yield from head(["at the latency of", "its latency", "its score", "latency plan's", "score of that"])
+    columns = ["at the latency of", "its latency", "its score", "latency plan's", "score of that"]
+    yield from head([*columns, "Torch-Pruning, as many channels"])
     for name, row in rows.items():
-        other = name.rsplit(", ", 1)[1]
+        other, peer = name.rsplit(", ", 1)[1], row.get("torch_pruning")
         cells = [f"{1 / row[other]['speed']:.3f}", f"{row['score_other']:.1%}"]
-        yield line([name, *cells, f"{1 / row['latency']['speed']:.3f}", f"{row['score_latency']:.1%}"])
+        cells += [f"{1 / row['latency']['speed']:.3f}", f"{row['score_latency']:.1%}"]
+        yield line([name, *cells, f"{1 / peer['speed']:.3f}" if peer else str(row.get("peer", ""))])
 
 
 def sweep(rows: Rows) -> Iterator[str]:
@@ -115,6 +119,33 @@ def forms(shape: dict[str, Any]) -> Iterator[str]:
         yield line([f"{form}, {sparsity:.0%}", *cells])
 
 
+def packed(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Speeds of one row of inputs by shape, and geometric means over the shapes for each number of rows."""
+    measured = [r for r in rows if "speed" in r and r["form"] == "packed"]
+    zeros, batches = sorted({r["zeros"] for r in measured}), sorted({r["batch"] for r in measured})
+    yield from head(["zeros", *(f"{z:.0%}" for z in zeros)])
+
+    def over(what: str, own: list[dict[str, Any]], words: str) -> list[str]:
+        return [words.format(geometric_mean(r[what] for r in own if r["zeros"] == z)) for z in zeros]
+
+    for shape in dict.fromkeys(r["shape"] for r in measured) if batches == [1] else ():
+        yield line([shape.replace("x", " x "), *over("speed", [r for r in measured if r["shape"] == shape], "{:.2f}")])
+    for batch in batches:
+        own = [r for r in measured if r["batch"] == batch]
+        yield line([f"geometric mean, batch {batch}", *over("speed", own, "{:.2f}")])
+        if batches == [1]:
+            yield line(["TB/s", *over("tb_per_s", own, "{:.2f}")])
+            yield line(["of the format's bound", *over("of_bound", own, "{:.0%}")])
+
+
+def decoding(rows: Rows) -> Iterator[str]:
+    columns = ["zeros", "dense, tokens/s", "masked", "packed", "speed", "memory of the masked layers", "of all weights"]
+    yield from head(columns)
+    for zeros, row in rows.items():
+        rates = [f"{row['tokens_per_s'][n]:.0f}" for n in ("dense", "masked", "packed")]
+        yield line([zeros, *rates, f"{row['speed']:.2f}", f"{row['linear_bytes']:.0%}", f"{row['all_bytes']:.0%}"])
+
+
 def main() -> None:
     for path in sys.argv[1:]:
         with open(path) as file:
@@ -123,6 +154,11 @@ def main() -> None:
             if part in results:
                 print(f"\n{part}, {path}\n")
                 print("\n".join(table(results[part])))
+        for part in ("batch1", "batches"):
+            if part in results:
+                print(f"\n{part}, {path}\n\n" + "\n".join(packed(results[part]["rows"])))
+        if "zeros" in results:
+            print(f"\ndecode, {path}\n\n" + "\n".join(decoding(results["zeros"])))
         for shape in results.get("shapes", []):
             print("\n" + "\n".join(forms(shape)))
 

@@ -126,16 +126,15 @@ def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, ou
     # twice eight rows of a tile (and what x is wider), chunks, barriers; then the sums of eight warps and those of the
     # tile, where half of x is at first
     least, sums = 2 * 8 * TILE * 2 + 512 + WRITERS * DEPTH * 32 * 24 + 48, 2 * 8 * 512
-    shared = least + 8 * (TILE * 2 + 64)
-    kernel, cluster, partial = _kernel(f"sparse_tiles<{KINDS[x.dtype]}>", device), (1, 1), None
-    blocks = 0
+    shared = alone = least + 8 * (TILE * 2 + 64)
+    kernel, blocks, cluster, partial = _kernel(f"sparse_tiles<{KINDS[x.dtype]}>", device), 0, (1, 1), None
     if tiles <= CLUSTERED:
         cluster = (CLUSTER if tiles == 1 else 1), tiles
         blocks = cluster[0] * min(kernel.clusters(cluster, threads, shared), -(-units // cluster[0]))
         kept = 512 * tiles * -(-units // max(1, blocks * tiles)) * (tiles > 1)
-        shared = max(shared, least + sums + kept)
+        shared = max(alone, least + sums + kept)
     if not blocks or shared > properties.shared_memory_per_block_optin:
-        cluster, shared = (1, 1), least + 8 * (TILE * 2 + 64)
+        cluster, shared = (1, 1), alone
         blocks, partial = min(processors // tiles, units), _sums(tiles, x, rows) if tiles > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, bias if partial is None else None, out, partial)
     kernel((blocks, tiles), threads, shared, (*tensors, rows, columns, tiles, len(x), cluster[0]), cluster)

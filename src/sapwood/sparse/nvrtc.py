@@ -45,6 +45,14 @@ class _Launch(ctypes.Structure):
     )
 
 
+@functools.cache
+def _attributes(early: bool, cluster: tuple[int, int]) -> tuple[Any, int]:
+    """Of a launch, and how many."""
+    wanted: list[tuple[int, tuple[int, ...]]] = [(_START_EARLY, (1,))] * early
+    wanted += [(_CLUSTER, (*cluster, 1))] * (cluster != (1, 1))
+    return (_Attribute * 2)(*[_Attribute(which, 0, (ctypes.c_int * 16)(*v)) for which, v in wanted]), len(wanted)
+
+
 class Kernel:
     """A function on a device."""
 
@@ -85,12 +93,9 @@ class Kernel:
             if shared > self.shared:
                 _done(_driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, shared))
                 self.shared = shared
-        wanted: list[tuple[int, tuple[int, ...]]] = [(_START_EARLY, (1,))] * (EARLY and self.may_start_early)
-        wanted += [(_CLUSTER, (*cluster, 1))] * (cluster != (1, 1))
-        attributes = (_Attribute * 2)(*[_Attribute(which, 0, (ctypes.c_int * 16)(*v)) for which, v in wanted])
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
-        return _Launch(*sizes, shared, stream, attributes, len(wanted))
+        return _Launch(*sizes, shared, stream, *_attributes(EARLY and self.may_start_early, cluster))
 
 
 def _as_c(value: Any) -> Any:

@@ -137,10 +137,10 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Blocks of a cluster: all have begun. Sixteen bytes go to a place in another one's shared memory; a barrier there counts
-// them.
+// Whether all blocks of a cluster have begun.
 __device__ __forceinline__ void come_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// A place in another block's shared memory, and sixteen bytes to there; a barrier of that block counts them.
 __device__ __forceinline__ u32 place_in(u32 at, int block) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));

@@ -5,8 +5,8 @@
 // them there. The others multiply: each has a slice of the columns, of x in registers from the start to the end, and
 // clears what it has read of W; the sums of all slices are added up in their order. Buffers go round between the two.
 // Blocks that have the same rows in other tiles are in one cluster, send their sums to one of them and add them up in the
-// end; or all sums of a tile are given out (``partial``). ``across`` blocks of the same tile are in one cluster: what one of them reads of x goes to
-// all of them.
+// end; or all sums of a tile are given out (``partial``). Where there is one tile only, ``across`` blocks are in one
+// cluster: what one of them reads of x goes to all.
 //
 // Column 2048 p + 8 j + 4 h + k (p, h: 0 or 1, k: 0 to 3) of row r lies at 256 j + 128 h + 16 r + 4 k + 2 p. So eight
 // rows of four kinds each are written to 32 banks, and lanes that look for four kinds of eight rows read from 32.
@@ -16,8 +16,8 @@ constexpr int WRITERS = 12;
 constexpr int DEPTH = 3;  // sets of chunks that are on their way
 constexpr int THREADS = 32 * (READERS + WRITERS), STRIDE = 4 * WRITERS, SLOT = WRITERS * 32 * 24;
 constexpr int SLICE = TILE / READERS, SETS = SLICE / 64;  // columns of a warp, and sets of eight words of a lane
-constexpr int READ = 1;                   // the barrier of all readers
-constexpr int X_ROW = 2 * TILE + 64;      // bytes from one row of x to the next: lanes meet no bank twice
+constexpr int READ = 1;                     // the barrier of all readers
+constexpr int X_ROW = 2 * TILE + 64;        // bytes from one row of x to the next: lanes meet no bank twice
 constexpr int X_MORE = 8 * X_ROW - BUFFER;  // that eight of them are longer than eight rows of W
 
 // What is not zero, to its place. Zeros may stand for columns that have a value elsewhere, but in chunks with steps by
