@@ -24,7 +24,7 @@ SHAPES = (
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
     *("0, 1, 2, 1, 16, 2, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "2, 4, 1, 2, 16, 1, 2"),
 )
-TILES = ("sparse_tiles<0>", "sparse_tiles<1>")
+TILES = [f"sparse_tiles<{kind}, {copied}>" for kind in (0, 1) for copied in (0, 1)]
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}
@@ -80,7 +80,7 @@ class Emulated:
         self.library, self.name = library, name
 
     def clusters(self, cluster: tuple[int, int], threads: int, shared: int) -> int:
-        return 2
+        return 8 // (cluster[0] * cluster[1])
 
     def __call__(
         self, grid: tuple[int, int], threads: int, shared: int, arguments: Any, cluster: tuple[int, int] = (1, 1)
@@ -160,17 +160,17 @@ def test_tall_ones_by_tiles_give_all_sums_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda, "CHUNKS", 0)
     done: set[str] = set()
     monkeypatch.setattr(cuda, "_kernel", lambda name, device, known=cuda._kernel: done.add(name) or known(name, device))
-    weight, x = torch.zeros(2100, 4104, dtype=torch.bfloat16), torch.randn(9, 4104).bfloat16()
+    weight, x = torch.zeros(4400, 4104, dtype=torch.bfloat16), torch.randn(9, 4104).bfloat16()
     weight[::7, ::300], weight[-1] = 1, 2
     _require_near(cuda.linear(x, pack_weight(weight, by_kind=True), None), x, weight, None)
-    assert done == {"sparse_tiles<0>", "sum_parts<0>"}
+    assert {name.partition(",")[0] for name in done} == {"sparse_tiles<0", "sum_parts<0>"}
 
 
 def test_what_is_asked_for_is_what_the_kernel_of_tiles_has() -> None:
     """Its constants stand in two places."""
     text = (cuda.SOURCES / "tiles.cu").read_text()
-    own = {name: int(n) for name, n in re.findall(r"constexpr int (WRITERS|DEPTH) = (\d+);", text)}
-    assert own == {"WRITERS": cuda.WRITERS, "DEPTH": cuda.DEPTH}
+    own = {name: int(n) for name, n in re.findall(r"constexpr int (WRITERS|DEPTH|AHEAD) = (\d+);", text)}
+    assert own == {"WRITERS": cuda.WRITERS, "DEPTH": cuda.DEPTH, "AHEAD": cuda.AHEAD}
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -183,6 +183,7 @@ def test_chunks_across_the_middle_of_a_tile_beside_the_last_column(monkeypatch: 
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shared_x", [True, False])
 @pytest.mark.parametrize(
     ("kind", "batch", "columns"),
     [
@@ -190,14 +191,18 @@ def test_chunks_across_the_middle_of_a_tile_beside_the_last_column(monkeypatch: 
         (0, 12, 16392),
     ],
 )
-def test_products_by_tiles(kind: int, batch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_by_tiles(
+    kind: int, batch: int, columns: int, shared_x: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In clusters and not, with a last tile of eight columns, and with more units than blocks."""
     monkeypatch.setattr(cuda, "TILED", 9)
+    monkeypatch.setattr(cuda, "CLUSTER", 2 if shared_x else 1)
     monkeypatch.setattr(cuda, "CHUNKS", 0)
     done: set[str] = set()
     monkeypatch.setattr(cuda, "_kernel", lambda name, device, known=cuda._kernel: done.add(name) or known(name, device))
     require_right(kind, batch, columns)
-    assert done == {f"sparse_tiles<{kind}>", *([f"sum_parts<{kind}>"] if columns > 16384 else [])}
+    wanted = {f"sparse_tiles<{kind}", *([f"sum_parts<{kind}>"] if columns > 4096 * cuda.CLUSTERED else [])}
+    assert {name.partition(",")[0] for name in done} == wanted
 
 
 def require_right(kind: int, batch: int, columns_: int = 0) -> None:

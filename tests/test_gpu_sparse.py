@@ -107,13 +107,15 @@ def test_wide_ones(rows: int, columns: int, batch: int) -> None:
     [
         *[(1, 8, 0.0), (40, 104, 0.5), (3000, 4096, 0.8), (777, 4504, 0.0), (6001, 8192, 0.9)],
         *[(300, 12296, 0.5), (1030, 14336, 0.8), (90, 28672, 0.99), (500, 4096, 1.0)],
+        *[(777, 12288, 0.8), (300, 8200, 0.5), (52000, 8192, 0.95), (60000, 4104, 0.9)],
     ],
 )
-@pytest.mark.parametrize("batch", [9, 16])
+@pytest.mark.parametrize(("batch", "cluster"), [(9, 1), (9, 2), (16, 1), (16, 2)])
 def test_dense_products_of_tiles(
-    batch: int, rows: int, columns: int, zeros: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    batch: int, cluster: int, rows: int, columns: int, zeros: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In clusters across rows and across tiles, and with more tiles than a cluster has."""
+    """In clusters across rows and across tiles, with more tiles than a cluster has, and more sums than have room."""
+    monkeypatch.setattr(cuda, "CLUSTER", cluster)
     monkeypatch.setattr(cuda, "CHUNKS", 0)
     monkeypatch.setattr(cuda, "_launch", None)  # it is not taken
     torch.manual_seed(rows)

@@ -36,7 +36,10 @@ def compiler() -> Any:
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [*((k, t) for k in KERNELS for t in ("80", "90a", "120")), ("sparse_tiles<0>", "90a"), ("sparse_tiles<1>", "90a")],
+    [
+        *((k, t) for k in KERNELS for t in ("80", "90a", "120")),
+        *((f"sparse_tiles<{k}>", "90a") for k in ("0, 0", "0, 1", "1, 0", "1, 1")),
+    ],
 )
 def test_kernels_compile(compiler: Any, name: str, target: str) -> None:
     files = cuda.FILES[name.partition("<")[0]]

@@ -31,9 +31,9 @@ EIGHT = 5
 """From so many rows of x on there are as good as eight: those of 16 bits go by tensor cores."""
 ROOM = 128 * 1024
 """Bytes of x that a block has at most: each reads them all before it starts."""
-TILED, CLUSTERED, CLUSTER, WRITERS, DEPTH = 9, 4, 2, 12, 3
+TILED, CLUSTERED, CLUSTER, WRITERS, DEPTH, AHEAD = 9, 3, 2, 12, 3, 4
 """From so many rows of x of 16 bits on by dense products: how many tiles may make a cluster, how many blocks of one
-tile, warps that write W out, and sets of chunks on their way."""
+tile, warps that write W out, sets of chunks on their way, and rows of W, eight at a time, whose sums wait."""
 CHUNKS = 75
 """In each row of a tile, where a multiprocessor has many rows: with fewer chunks dense products do not pay."""
 FULL = 0.9
@@ -53,7 +53,12 @@ def unready(device: int) -> str:
 
 
 def _kernel(name: str, device: int) -> Kernel:
-    return kernel(tuple(SOURCES / file for file in FILES[name.partition("<")[0]]), name, device)
+    return _known(SOURCES, name, device)
+
+
+@functools.cache
+def _known(sources: Path, name: str, device: int) -> Kernel:
+    return kernel(tuple(sources / file for file in FILES[name.partition("<")[0]]), name, device)
 
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -123,21 +128,32 @@ def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, ou
         return False
     if len(packed.places) < CHUNKS * rows * tiles and rows * tiles > 2 * FEW * processors:
         return False
-    # twice eight rows of a tile (and what x is wider), chunks, barriers; then the sums of eight warps and those of the
-    # tile, where half of x is at first
-    least, sums = 2 * 8 * TILE * 2 + 512 + WRITERS * DEPTH * 32 * 24 + 48, 2 * 8 * 512
-    shared = alone = least + 8 * (TILE * 2 + 64)
-    kernel, blocks, cluster, partial = _kernel(f"sparse_tiles<{KINDS[x.dtype]}>", device), 0, (1, 1), None
-    if tiles <= CLUSTERED:
-        cluster = (CLUSTER if tiles == 1 else 1), tiles
-        blocks = cluster[0] * min(kernel.clusters(cluster, threads, shared), -(-units // cluster[0]))
-        kept = 512 * tiles * -(-units // max(1, blocks * tiles)) * (tiles > 1)
-        shared = max(alone, least + sums + kept)
+    # twice eight rows of a tile (and what x is wider), chunks, barriers; then half of x, where afterwards the sums of
+    # eight warps are and those of other tiles
+    least, sums = 2 * 8 * TILE * 2 + 512 + WRITERS * DEPTH * 32 * 24 + 64 + 8 * AHEAD, AHEAD * 8 * 512
+    alone = least + 8 * (TILE * 2 + 64)
+    kernels, partial = [f"sparse_tiles<{KINDS[x.dtype]}, {copied}>" for copied in (0, 1)], None
+
+    def blocks_of(down: int) -> tuple[int, int]:
+        """How many there are for each tile if so many tiles are in one cluster, and how many of them share what they
+        read of x: as many as can without one more turn."""
+        found, known = {}, _kernel(kernels[1], device)
+        for across in (1, CLUSTER):
+            many = known.clusters((across, down), threads, alone) if across * down > 1 else processors
+            at_once = many * down // tiles
+            found[across] = across * min(at_once, -(-units // across))
+        alike = found[1] and found[CLUSTER] and -(-units // found[CLUSTER]) <= -(-units // found[1])
+        return (found[CLUSTER], CLUSTER) if alike else (found[1], 1)
+
+    blocks, across = blocks_of(tiles) if tiles <= CLUSTERED else (0, 1)
+    kept = 512 * tiles * -(-units // max(1, blocks * tiles)) * (tiles > 1)
+    shared, down = max(alone, least + sums + kept), tiles
     if not blocks or shared > properties.shared_memory_per_block_optin:
-        cluster, shared = (1, 1), alone
-        blocks, partial = min(processors // tiles, units), _sums(tiles, x, rows) if tiles > 1 else None
+        (blocks, across), shared, down = blocks_of(1), alone, 1
+        partial = _sums(tiles, x, rows) if tiles > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, bias if partial is None else None, out, partial)
-    kernel((blocks, tiles), threads, shared, (*tensors, rows, columns, tiles, len(x), cluster[0]), cluster)
+    kernel, numbers = _kernel(kernels[across > 1], device), (rows, columns, tiles, len(packed.places), len(x), across)
+    kernel((blocks, tiles), threads, shared, (*tensors, *numbers), (across, down))
     _add_up(partial, bias, out)
     return True
 

@@ -137,7 +137,7 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Whether all blocks of a cluster have begun.
+// Whether all blocks of a cluster have begun. Without a cluster, threads of the block wait for one another in it.
 __device__ __forceinline__ void come_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // A place in another block's shared memory, and sixteen bytes to there; a barrier of that block counts them.
@@ -149,6 +149,16 @@ __device__ __forceinline__ u32 place_in(u32 at, int block) {
 __device__ __forceinline__ void push16(u32 to, uint4 what, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
                  "r"(what.x), "r"(what.y), "r"(what.z), "r"(what.w), "r"(barrier)
+                 : "memory");
+}
+
+// To a barrier of another block, and for the first phase of one to which others come.
+__device__ __forceinline__ void come_there(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_others_of_cluster(u32 barrier) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+                 "@!done bra again;\n}" ::"r"(barrier)
                  : "memory");
 }
 
