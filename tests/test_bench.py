@@ -45,6 +45,7 @@ from sapwood.measurement.points import (
     copies_needed,
     each,
     measure_point,
+    passes_needed,
     relative_error,
     told,
 )
@@ -103,6 +104,8 @@ def test_copies_fill_the_cache_twice() -> None:
     assert copies_needed([400.0, 30.0], 100, 0.0) == 1
     assert copies_needed([400.0, 30.0], 100, 1e9, dense_ms=10.0) == 2
     assert copies_needed([1.0], 10**9, 1e12) == 64
+    assert [passes_needed(n) for n in (1, 2, 8, 13, 64)] == [1, 16, 4, 3, 1]
+    assert passes_needed(8, dense_ms=0.1) == 4 and passes_needed(8, dense_ms=1.0) == 1
 
 
 def test_the_time_of_a_copy() -> None:

@@ -170,17 +170,16 @@ class Packed:
             while len(self.weights) < copies:
                 self.weights.append(self.pack())
 
-    def candidate(self, product: Product, x: torch.Tensor, copies: int) -> Candidate:
+    def candidate(self, product: Product, x: torch.Tensor, copies: int, passes: int = 1) -> Candidate:
         """The form at one batch; the output wanted is computed in float32."""
 
         def expected() -> list[torch.Tensor]:
             with torch.no_grad():
                 return [linear(x.float(), self.reference.float())]
 
-        models = {name: Rotating(self.weights[:copies], multiply) for name, multiply in self.ways.items()}
-        return Candidate(
-            self.form, models, expected, cost(self.form, product, len(x), self.nonzeros), copies, self.notes
-        )
+        models = {name: Rotating(self.weights[:copies] * passes, multiply) for name, multiply in self.ways.items()}
+        needed = cost(self.form, product, len(x), self.nonzeros)
+        return Candidate(self.form, models, expected, needed, copies, passes, self.notes)
 
 
 def make_weight(product: Product) -> torch.Tensor:

@@ -24,8 +24,9 @@ from sapwood.measurement.machine import Ceilings, ceilings, describe
 from sapwood.measurement.measure import out_of_memory, ready
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-LEAST_COPIES, MOST_COPIES = 8, 64
+LEAST_COPIES, MOST_COPIES, PRODUCTS = 8, 64, 32
 LONG_MS = 20.0  # dense over all copies should take no longer than this
+SHORT_MS = 4.0  # and over many products: longer ones hide what a graph costs
 ROUNDS, FEW_ROUNDS = 15, 5
 
 
@@ -55,6 +56,8 @@ class Candidate:
     cost: Cost
     copies: int = 1
     """How many times one call computes it, each time from other memory."""
+    passes: int = 1
+    """How many times it does so again."""
     notes: tuple[str, ...] = ()
 
 
@@ -156,7 +159,7 @@ def measure_point(
             way, runner = runners[c.form]
             floor = None if limits is None else limits.floor_ms(c.cost.flops, c.cost.moved_bytes)
             cold = None if cache is None else c.copies * c.cost.weight_bytes >= 2 * cache
-            timing, notes = each(times[c.form], c.copies), (*c.notes, *runner.notes)
+            timing, notes = each(times[c.form], c.copies * c.passes), (*c.notes, *runner.notes)
             rows.append(Row(c.form, way, timing, c.cost, floor, errors[c.form], runner.backend, c.copies, cold, notes))
     return tuple(rows), skipped
 
@@ -218,14 +221,14 @@ def relative_error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
     return worst
 
 
-def each(timing: Timing, copies: int) -> Timing:
-    """The time of one of the copies that a call runs over; ratios stay."""
+def each(timing: Timing, products: int) -> Timing:
+    """The time of one of the products that a call runs over; ratios stay."""
     return replace(
         timing,
-        median_ms=timing.median_ms / copies,
-        low_ms=timing.low_ms / copies,
-        high_ms=timing.high_ms / copies,
-        spread_ms=timing.spread_ms / copies,
+        median_ms=timing.median_ms / products,
+        low_ms=timing.low_ms / products,
+        high_ms=timing.high_ms / products,
+        spread_ms=timing.spread_ms / products,
     )
 
 
@@ -242,6 +245,13 @@ def copies_needed(weight_bytes: Sequence[float], cache: int | None, room: float,
     fits = int(room // sum(weight_bytes))
     short = int(LONG_MS / dense_ms) if dense_ms > 0 else MOST_COPIES
     return max(1, min(need, fits, short, MOST_COPIES))
+
+
+def passes_needed(copies: int, dense_ms: float = 0.0) -> int:
+    """How often one call runs over the copies: a graph starts and ends once, as in a model, not once for a few."""
+    passes = -(-PRODUCTS // copies)
+    known = copies > 1  # otherwise nothing is known of caches, or there is no room
+    return passes if known and passes * copies * dense_ms <= SHORT_MS else 1
 
 
 def cache_bytes(device: torch.device) -> int | None:

@@ -47,6 +47,7 @@ from sapwood.measurement.points import (
     free_bytes,
     limits_of,
     measure_point,
+    passes_needed,
     release,
     told,
 )
@@ -125,7 +126,8 @@ def _products(
     for form in forms:
         form.at_least(copies)
     x = make_input(product, batch)
-    candidates = [f.candidate(product, x, copies) for f in forms]
+    passes = passes_needed(copies, floor)
+    candidates = [f.candidate(product, x, copies, passes) for f in forms]
     return measure_point(candidates, as_call(x), product.device, product.dtype, backend, seconds, limits)
 
 
