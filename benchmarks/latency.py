@@ -32,6 +32,7 @@ from torch import nn
 
 import sapwood as sw
 from sapwood.measurement import count, take_turns
+from sapwood.measurement.clock import alone
 from sapwood.measurement.deployment import Deployed, deploy
 from sapwood.measurement.machine import ceilings, describe
 from sapwood.measurement.roofline import roofline_ms
@@ -101,7 +102,8 @@ class Bench:
         if (name, batch) not in self.known:
             self.known = {k: v for k, v in self.known.items() if k[0] == name}  # one model at a time
             model, x = self.model(name), self.inputs(batch)
-            self.known[name, batch] = model, x, self.deployed(model, x)
+            with alone(self.device):
+                self.known[name, batch] = model, x, self.deployed(model, x)
         found: tuple[nn.Module, torch.Tensor, Deployed] = self.known[name, batch]
         return found
 
@@ -322,14 +324,16 @@ class Bench:
             if self.o.peer:
                 makers["torch_pruning"] = lambda left=left: self.need(self.peer(model, left, name))
             makers = {kind: make for kind, make in makers.items() if kind in self.o.kinds.split(",")}
-            forms, row = {"dense": dense}, {"latency": too_low} if too_low else {}
+            made, row = {}, {"latency": too_low} if too_low else {}
             for kind, make in makers.items():
                 try:
-                    forms[kind] = self.deployed(make(), x, backend)
+                    made[kind] = make()
                 except Exception as error:
                     row[kind] = " ".join(str(error).split())[:150]
                     too_low = row[kind] if "can be reached" in row[kind] else too_low
-            times = self.turns(forms, x)
+            with alone(self.device):  # other processes may plan meanwhile, and do nothing else on the device
+                forms = {"dense": dense} | {kind: self.deployed(cut, x, backend) for kind, cut in made.items()}
+                times = self.turns(forms, x)
             rows[f"{tenth * 10}%"] = known | row | {n: t["speed"] for n, t in times.items() if n != "dense"}
             self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
             self.keep("sweep", key, {"form": dense.form, "speed": rows}, started)
