@@ -307,7 +307,9 @@ class Bench:
         model, x, dense = self.dense(name, batch)
         backend, key = dense.backend, f"{name}, batch {batch}"
         before = self.results.get("sweep", {}).get(key, {})
-        rows: dict[str, dict[str, Any]] = before.get("speed", {}) if before.get("form") == dense.form else {}
+        before = before if before.get("form") == dense.form else {}
+        rows: dict[str, dict[str, Any]] = before.get("speed", {})
+        intervals: dict[str, dict[str, Any]] = before.get("intervals", {})
         too_low = ""  # what is said below the best reachable latency
         for tenth in map(int, self.o.tenths.split(",")):
             left, known = 1 - tenth / 10, rows.get(f"{tenth * 10}%", {})
@@ -334,9 +336,11 @@ class Bench:
             with alone(self.device):  # other processes may plan meanwhile, and do nothing else on the device
                 forms = {"dense": dense} | {kind: self.deployed(cut, x, backend) for kind, cut in made.items()}
                 times = self.turns(forms, x)
-            rows[f"{tenth * 10}%"] = known | row | {n: t["speed"] for n, t in times.items() if n != "dense"}
-            self.console.print(f"sweep {name} {tenth * 10}% removed: {rows[f'{tenth * 10}%']}")
-            self.keep("sweep", key, {"form": dense.form, "speed": rows}, started)
+            share, cuts = f"{tenth * 10}%", {n: t for n, t in times.items() if n != "dense"}
+            rows[share] = known | row | {n: t["speed"] for n, t in cuts.items()}
+            intervals[share] = intervals.get(share, {}) | {n: t["speed_interval"] for n, t in cuts.items()}
+            self.console.print(f"sweep {name} {share} removed: {rows[share]}")
+            self.keep("sweep", key, {"form": dense.form, "speed": rows, "intervals": intervals}, started)
 
     def fast(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> nn.Module:
         planner = self.planner(model, x, share, dense)
