@@ -10,6 +10,7 @@ import sapwood
 ORDER = (
     "version",
     "errors",
+    "cache",
     "types",
     "capture",
     "scoring",

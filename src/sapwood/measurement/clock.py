@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sapwood.sparse.nvrtc import cache_folder
+from sapwood.cache import cache_folder
 
 Call = Callable[[], object]
 SAMPLE_MS = 0.3  # calls shorter than this are timed several at a time

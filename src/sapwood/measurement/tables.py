@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sapwood.cache import cache_folder
 from sapwood.capture.forms import Form
 from sapwood.capture.operators import OpCall, Sized
 from sapwood.measurement.backends import Runner, capture, session
@@ -34,7 +35,6 @@ from sapwood.measurement.convolutions import (
 )
 from sapwood.measurement.machine import describe
 from sapwood.measurement.single import onnx_operator, packed_convolution
-from sapwood.sparse.nvrtc import cache_folder
 from sapwood.storage.atomic import write_text
 
 TIMED = (

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sapwood.cache import cache_folder
 from sapwood.errors import SapwoodError
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -128,14 +129,6 @@ def kernel(sources: tuple[Path, ...], name: str, device: int) -> Kernel:
         _done(_driver().cuModuleLoadData(ctypes.byref(module), binary))
         _done(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry))
         return Kernel(function, device)
-
-
-def cache_folder() -> Path:
-    """Where kernels and measured times are kept: $SAPWOOD_CACHE, or a folder of the user's cache."""
-    own, common = os.environ.get("SAPWOOD_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(common) if common else Path("~/.cache").expanduser()) / "sapwood"
 
 
 def _keep(at: Path, content: bytes) -> None:
