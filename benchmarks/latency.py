@@ -18,10 +18,11 @@ import argparse
 import contextlib
 import copy
 import datetime
+import functools
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -326,21 +327,27 @@ class Bench:
             if self.o.peer:
                 makers["torch_pruning"] = lambda left=left: self.need(self.peer(model, left, name))
             makers = {kind: make for kind, make in makers.items() if kind in self.o.kinds.split(",")}
-            made, row = {}, {"latency": too_low} if too_low else {}
-            for kind, make in makers.items():
-                try:
-                    made[kind] = make()
-                except Exception as error:
-                    row[kind] = " ".join(str(error).split())[:150]
-                    too_low = row[kind] if "can be reached" in row[kind] else too_low
+            row = {"latency": too_low} if too_low else {}
+            made = self.tried(makers, row)
+            too_low = row["latency"] if "can be reached" in row.get("latency", "") else too_low
             with alone(self.device):  # other processes may plan meanwhile, and do nothing else on the device
-                forms = {"dense": dense} | {kind: self.deployed(cut, x, backend) for kind, cut in made.items()}
-                times = self.turns(forms, x)
+                ready = {kind: functools.partial(self.deployed, cut, x, backend) for kind, cut in made.items()}
+                times = self.turns({"dense": dense} | self.tried(ready, row), x)
             share, cuts = f"{tenth * 10}%", {n: t for n, t in times.items() if n != "dense"}
             rows[share] = known | row | {n: t["speed"] for n, t in cuts.items()}
             intervals[share] = intervals.get(share, {}) | {n: t["speed_interval"] for n, t in cuts.items()}
             self.console.print(f"sweep {name} {share} removed: {rows[share]}")
             self.keep("sweep", key, {"form": dense.form, "speed": rows, "intervals": intervals}, started)
+
+    def tried(self, makers: Mapping[str, Callable[[], Any]], why_not: dict[str, str]) -> dict[str, Any]:
+        """What could be made; why not, in words, for the others."""
+        made = {}
+        for kind, make in makers.items():
+            try:
+                made[kind] = make()
+            except Exception as error:
+                why_not[kind] = " ".join(str(error).split())[:150]
+        return made
 
     def fast(self, model: nn.Module, x: torch.Tensor, share: float, dense: Deployed) -> nn.Module:
         planner = self.planner(model, x, share, dense)

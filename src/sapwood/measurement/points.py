@@ -57,7 +57,7 @@ class Candidate:
     copies: int = 1
     """How many times one call computes it, each time from other memory."""
     passes: int = 1
-    """How many times it does so again."""
+    """How many times it runs over all of them."""
     notes: tuple[str, ...] = ()
 
 
