@@ -24,7 +24,7 @@ SHAPES = (
     *("2, 4, 1, 2, 16, 1, 1", "2, 8, 4, 1, 16, 1, 1"),
     *("0, 1, 2, 1, 16, 2, 2", "1, 8, 2, 1, 16, 1, 2", "0, 16, 4, 1, 16, 1, 2", "2, 4, 1, 2, 16, 1, 2"),
 )
-TILES = [f"sparse_tiles<{kind}, {copied}>" for kind in (0, 1) for copied in (0, 1)]
+TILES = [f"sparse_tiles<{kind}, {form}>" for kind in (0, 1) for form in (0, 1, 2)]
 OTHERS = (*(f"sum_parts<{k}>" for k in (0, 1, 2)), "unpack<0>", "unpack<2>")
 NAMES = [*(f"sparse_linear<{s}>" for s in SHAPES), *TILES, *OTHERS]
 TYPES = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}

@@ -38,7 +38,7 @@ def compiler() -> Any:
     ("name", "target"),
     [
         *((k, t) for k in KERNELS for t in ("80", "90a", "120")),
-        *((f"sparse_tiles<{k}>", "90a") for k in ("0, 0", "0, 1", "1, 0", "1, 1")),
+        *((f"sparse_tiles<{k}>", "90a") for k in ("0, 0", "0, 1", "0, 2", "1, 0", "1, 1", "1, 2")),
     ],
 )
 def test_kernels_compile(compiler: Any, name: str, target: str) -> None:

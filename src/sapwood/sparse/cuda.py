@@ -132,12 +132,12 @@ def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, ou
     # eight warps are and those of other tiles
     least, sums = 2 * 8 * TILE * 2 + 512 + WRITERS * DEPTH * 32 * 24 + 64 + 8 * AHEAD, AHEAD * 8 * 512
     alone = least + 8 * (TILE * 2 + 64)
-    kernels, partial = [f"sparse_tiles<{KINDS[x.dtype]}, {copied}>" for copied in (0, 1)], None
+    kernels, partial = [f"sparse_tiles<{KINDS[x.dtype]}, {form}>" for form in (0, 1, 2)], None
 
     def blocks_of(down: int) -> tuple[int, int]:
         """How many there are for each tile if so many tiles are in one cluster, and how many of them share what they
         read of x: as many as can without one more turn."""
-        found, known = {}, _kernel(kernels[1], device)
+        found, known = {}, _kernel(kernels[2], device)
         for across in (1, CLUSTER):
             many = known.clusters((across, down), threads, alone) if across * down > 1 else processors
             at_once = many * down // tiles
@@ -152,7 +152,10 @@ def _launch_tiles(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, ou
         (blocks, across), shared, down = blocks_of(1), alone, 1
         partial = _sums(tiles, x, rows) if tiles > 1 else None
     tensors = (packed.values, packed.places, packed.starts, x, bias if partial is None else None, out, partial)
-    kernel, numbers = _kernel(kernels[across > 1], device), (rows, columns, tiles, len(packed.places), len(x), across)
+    kernel, numbers = (
+        _kernel(kernels[2 if across > 1 else int(down > 1)], device),
+        (rows, columns, tiles, len(packed.places), len(x), across),
+    )
     kernel((blocks, tiles), threads, shared, (*tensors, *numbers), (across, down))
     _add_up(partial, bias, out)
     return True

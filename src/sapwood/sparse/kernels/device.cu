@@ -114,9 +114,9 @@ __device__ __forceinline__ void write2_if(u32 wanted, u32 at, u32 word) {
                  "@p st.shared.b16 [%1], low;\n}" ::"r"(wanted), "r"(at), "r"(word)
                  : "memory");
 }
-// So many threads wait for one another.
+// So many threads wait for one another, warp by warp, wherever in the program each warp is.
 __device__ __forceinline__ void meet(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Barriers in shared memory: a phase ends when so many have come; phases are told apart by their parity.
 __device__ __forceinline__ void begin_barrier(u32 at, int many) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Whether all blocks of a cluster have begun. Without a cluster, threads of the block wait for one another in it.
+// Whether all blocks of a cluster have begun. Not without a cluster: threads of the block would wait for one another.
 __device__ __forceinline__ void come_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // A place in another block's shared memory, and sixteen bytes to there; a barrier of that block counts them.

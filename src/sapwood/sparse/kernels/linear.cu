@@ -113,13 +113,13 @@ __global__ void __launch_bounds__(WARPS * 32, PER)
             else if (b < batch && row < rows) put<KIND>(total[i], b, batch, row, rows, bias, y, partial);
         }
         if constexpr (SPLIT > 1) {
-            meet(1, blockDim.x);
+            meet(warp / SPLIT, 32 * SPLIT);
             if (part == 0 && lane < batch && unit < rows) {
                 float whole = 0;
                 for (int s = 0; s < SPLIT; s++) whole += halves[(warp + s) * BATCH + lane];
                 put<KIND>(whole, lane, batch, unit, rows, bias, y, partial);
             }
-            meet(1, blockDim.x);
+            meet(warp / SPLIT, 32 * SPLIT);
         }
         sums.clear();
         unit += step, of_block += step;

@@ -196,15 +196,16 @@ constexpr int READS = 168;
 constexpr int WRITES = 48;
 static_assert(32 * (READERS * READS + WRITERS * WRITES) <= THREADS * (65536 / THREADS / 8 * 8), "");
 
-// COPIED: whether ``across`` is more than 1.
-template <int KIND, int COPIED>
+// FORM: 0: no cluster, 1: tiles of the same rows are one, 2: ``across`` is more than 1, and they may be, too.
+template <int KIND, int FORM>
 __global__ void __launch_bounds__(THREADS, 1)
     sparse_tiles(const void *values, const u64 *places, const int *starts, const void *x, const void *bias, void *y,
                  float *partial, int rows, int columns, int tiles, int chunks, int batch, int across) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int tile = blockIdx.y, base = tile * TILE, width = min(TILE, columns - base);
     const int units = (rows + ROWS - 1) / ROWS;
-    const bool alone = tiles == 1 || partial;  // not in a cluster with other tiles
+    constexpr bool CLUSTERED = FORM > 0, COPIED = FORM > 1;
+    const bool alone = !CLUSTERED || tiles == 1 || partial;  // not in a cluster with other tiles
     const u32 buffer = place_of(shared), ring = buffer + 2 * BUFFER + X_MORE;
     const u32 empty = ring + DEPTH * SLOT, full = empty + 16, there = full + 16;  // barriers: of the two buffers, of x
     const u32 summed = there + 16, taken = summed + 8, gathered = taken + 8;      // of sums: from other tiles, and warps
@@ -228,13 +229,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         come_with(summed, alone ? 0 : max(turns - tile + tiles - 1, 0) / tiles * (tiles - 1) * 512);
     }
     __syncthreads();
-    come_to_cluster();
+    if (CLUSTERED) come_to_cluster();
     if (warp >= READERS) {
         fewer_registers<WRITES>();
         wait_for_others();
         chain.begin(chunks);
         if (!COPIED) meet(SENT, 32 * WRITERS + 32);
-        wait_for_cluster();
+        if (CLUSTERED) wait_for_cluster();
         u32 slot = 0;
         for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, turn++) {
             const u32 to = buffer + turn % 2 * BUFFER + g * 16;
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     clear(0);
     wait_for_others();
     if (!COPIED && warp == 0) meet(SENT, 32 * WRITERS + 32);  // less of x in their way: measured to be faster
-    wait_for_cluster();
+    if (CLUSTERED) wait_for_cluster();
     if constexpr (COPIED) {
         if (threadIdx.x == 0) {
             const int rank = alone ? 0 : tile * across;
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         clear(1);
         pair(a[0], found), pair(a[1], others);
     }
-    if (!alone && threadIdx.x < tiles && threadIdx.x != tile) come_there(place_in(taken, rank_of(threadIdx.x)));
+    if (COPIED && !alone && threadIdx.x < tiles && threadIdx.x != tile) come_there(place_in(taken, rank_of(threadIdx.x)));
 
     u32 from[4], other = BUFFER;  // where a lane finds its words, and how far away in the other buffer
 #pragma unroll
@@ -312,28 +313,27 @@ __global__ void __launch_bounds__(THREADS, 1)
             if (b < batch && row + 1 < rows) put<KIND>(e ? total.w : total.y, b, batch, row + 1, rows, bias, y, partial);
         }
     };
-    constexpr int CHAINS = COPIED ? 2 : 4, EARLY = COPIED ? 1 : 0;  // as many as there are registers for
     int turn = 0;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x, turn++) {
         const u32 own_sums = sums + turn % AHEAD * READERS * 512 + lane * 16;
-        float sum[CHAINS][4] = {};  // by turns: each waits for its last
+        float sum[2][4] = {};  // by turns: each waits for its last
         wait_for_phase(full + turn % 2 * 8, turn / 2 % 2);
         u32 w[2][8];
         const auto read = [&](int j) {
 #pragma unroll
             for (int s = 0; s < 8; s++) w[j % 2][s] = read4(from[s % 4] + j * 1024 + s / 4 * 128);
         };
-        if (EARLY) read(0);
+        read(0);
 #pragma unroll
         for (int j = 0; j < SETS; j++) {
-            if (j + EARLY < SETS) read(j + EARLY);
+            if (j + 1 < SETS) read(j + 1);
             __syncwarp();
             write16(own_part + j * 1024, zero);
             write16(own_part + j * 1024 + 512, zero);
 #pragma unroll
             for (int s = 0; s < 8; s += 2) {
                 const u32 factor[4] = {a[0][8 * j + s], a[1][8 * j + s], a[0][8 * j + s + 1], a[1][8 * j + s + 1]};
-                multiply<KIND>(sum[s / 2 % CHAINS], factor, w[j % 2][s], w[j % 2][s + 1]);
+                multiply<KIND>(sum[s / 2 % 2], factor, w[j % 2][s], w[j % 2][s + 1]);
             }
         }
         __syncwarp();
@@ -341,11 +341,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int k = 0; k < 4; k++) from[k] += other, remember(from[k]);
         own_part += other, other = -other;
-        const auto all = [&](int i) {
-            const float two = sum[0][i] + sum[1][i];
-            return CHAINS == 2 ? two : two + (sum[CHAINS - 2][i] + sum[CHAINS - 1][i]);
-        };
-        write16(own_sums + warp * 512, words_of(make_float4(all(0), all(1), all(2), all(3))));
+        const auto both = [&](int i) { return sum[0][i] + sum[1][i]; };
+        write16(own_sums + warp * 512, words_of(make_float4(both(0), both(1), both(2), both(3))));
         __syncwarp();
         if (lane < EACH) come(gathered + turn % AHEAD * 8);
         if (turn % READERS != warp) continue;
@@ -361,13 +358,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (turn % tiles == tile) write16(to, words_of(total));
         else {
             const int whose = rank_of(turn % tiles);
-            wait_for_others_of_cluster(taken);
+            if (COPIED) wait_for_others_of_cluster(taken);
             push16(place_in(to, whose), words_of(total), place_in(summed, whose));
         }
     }
     if (alone) return;
     meet(READ, 32 * READERS);
-    wait_for_others_of_cluster(taken);  // nothing goes to a block that has ended
+    if (COPIED) wait_for_others_of_cluster(taken);  // nothing goes to a block that has ended
     wait_for_others_of_cluster(summed);
     for (int i = warp * tiles + tile; i < turn; i += READERS * tiles) {
         float4 total = make_float4(0, 0, 0, 0);
