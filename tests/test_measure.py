@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,31 @@ IMAGE = torch.randn(2, 3, 4, 4)
 
 
 # -- the clock ------------------------------------------------------------------------------
+
+
+def test_a_process_that_measures_alone_does_not_wait_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A device has several names, and others wait until the first to hold it lets go."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="one"))
+    events: list[str] = []
+
+    def nested() -> None:
+        with clock.alone(torch.device("cuda")):
+            with clock.alone(torch.device("cuda:0")):
+                events.append("in")
+            with (tmp_path / "measuring-one.lock").open("w") as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            events.append("held")
+
+    thread = threading.Thread(target=nested, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert events == ["in", "held"]
+    with (tmp_path / "measuring-one.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_the_interval_covers_the_true_median() -> None:

@@ -80,18 +80,22 @@ _held: set[str] = set()
 @contextlib.contextmanager
 def alone(device: torch.device | None) -> Iterator[None]:
     """No two processes measure on a CUDA device at once; where files cannot be locked, they may."""
-    if device is None or device.type != "cuda" or str(device) in _held:
+    if device is None or device.type != "cuda":
+        yield
+        return
+    name = str(torch.cuda.get_device_properties(device).uuid)  # "cuda" and "cuda:0" are one device
+    if name in _held:
         yield
         return
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError, RuntimeError):
+        with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            at = cache_folder() / f"measuring-{torch.cuda.get_device_properties(device).uuid}.lock"
+            at = cache_folder() / f"measuring-{name}.lock"
             at.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context(at.open("w")), fcntl.LOCK_EX)
-        _held.add(str(device))
-        stack.callback(_held.discard, str(device))
+        _held.add(name)
+        stack.callback(_held.discard, name)
         yield
 
 
