@@ -39,6 +39,8 @@ def main() -> None:
         weight = torch.randn(rows, columns).to(dtype)
         weight[torch.rand(rows, columns) < 0.8] = 0
         packed = pack_weight(weight.cuda())
+        if not torch.equal(cuda.unpack(packed).cpu(), weight):
+            raise SystemExit(f"{rows}x{columns} {dtype}: unpacked, it is not the same")
         for batch in map(int, options.batch.split(",")):
             x = torch.randn(batch, columns).to(dtype)
             found = cuda.linear(x.cuda(), packed, None).cpu().double()
