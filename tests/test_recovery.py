@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
@@ -20,6 +22,7 @@ from sapwood.recovery.distillation import distance
 from sapwood.recovery.graphs import GraphedStep, _copied
 from sapwood.recovery.layout import align_gradients, align_state, aligned
 from sapwood.recovery.rates import Rate
+from sapwood.recovery.regions import blocks_of
 from sapwood.recovery.schedules import Schedule
 from sapwood.surgery.compose import compose
 from tests.helpers import build, outputs, snapshot
@@ -99,6 +102,65 @@ def test_compiled_recovery(trained: nn.Module) -> None:
     done = sw.recover(masked, loader, lr=0.05, epochs=1, compile=True)
     assert done.model is masked and list(masked.state_dict()) == list(trained.state_dict())
     assert sw.sparsity(masked).total == pytest.approx(0.9, abs=1e-3)
+
+
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.inner(x))
+
+
+class Stage(nn.Module):
+    """One of its class has parts of 16, one of 12: no two stages are alike, but their parts are."""
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(width) for _ in range(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def staged() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), Stage(16, 3), nn.Linear(16, 12), Stage(12, 2), nn.Linear(12, 3))
+
+
+def test_blocks_that_repeat_are_found() -> None:
+    model = staged()
+    assert blocks_of(model) == [*model[1].parts, *model[3].parts]
+    assert blocks_of(model[1]) == list(model[1].parts) and blocks_of(net()) == []
+    assert blocks_of(nn.Sequential(Part(4), Part(5))) == []  # no two are alike: compiled as a whole
+    assert len(blocks_of(nn.Sequential(Stage(4, 1), Stage(4, 1)))) == 2  # the outermost
+
+
+def test_blocks_are_compiled_once_for_each_kind_and_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: compile_(f, backend="aot_eager", **more))
+    torch._dynamo.reset()
+    counters.clear()
+    x, y = torch.randn(32, 8, dtype=torch.float64), torch.randint(0, 3, (32,))
+    plain, model, teacher = (staged().double() for _ in range(3))
+    looks = []
+
+    def look(seen: nn.Module) -> float:
+        looks.append(all(m._compiled_call_impl is None for m in seen.modules()))
+        return 0.0
+
+    more: dict[str, Any] = {"lr": 0.05, "epochs": 4, "validate": look}
+    sw.recover(plain, [(x, y)], teacher=copy.deepcopy(teacher), **more)
+    sw.recover(model, [(x, y)], teacher=teacher, compile=True, **more)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(model[0].weight, staged()[0].weight.double())
+    assert counters["stats"]["unique_graphs"] == 4  # two widths, student and teacher
+    assert all(looks) and look(model) == look(teacher) == 0.0 and all(looks)
+    pickle.dumps(model)
 
 
 def test_nothing_is_left_on_the_model(trained: nn.Module) -> None:

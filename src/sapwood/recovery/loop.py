@@ -27,6 +27,7 @@ from sapwood.recovery.fade import Fade
 from sapwood.recovery.graphs import GraphedStep, graphed, set_rates
 from sapwood.recovery.layout import align_gradients, align_state
 from sapwood.recovery.loaders import own_order, prepared
+from sapwood.recovery.regions import Compiled
 from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
 from sapwood.surgery.optimizer import cut_optimizer
@@ -63,6 +64,7 @@ class Loop:
             raise explain("a batch for every process", got, "Give more data or smaller batches.", "loader")
         if teacher is not None:
             _require_model(teacher)
+        self.compiled: dict[str, Compiled] = {}
         self.teacher = None if teacher is None else self._ready(teacher)
         self._soften = (temperature, share)
         self.changing = changing
@@ -73,7 +75,7 @@ class Loop:
         teacher = teacher.to(self.accelerator.device)
         if self.settings.channels_last:
             teacher = teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return torch.compile(teacher) if self.settings.compile else teacher  # type: ignore[return-value]
+        return self._compiled("teacher", teacher) if self.settings.compile else teacher
 
     def _adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare a model and its optimizer; called anew after a cut."""
@@ -85,8 +87,9 @@ class Loop:
             self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.compiled.pop("model", None)
         if self.settings.compile and not self.changing:
-            self.model = torch.compile(self.model)  # type: ignore[assignment]
+            self.model = self._compiled("model", self.model)
         self.held: Hold | None = None
         self.fading: Fade | None = None
         self.distillation = None
@@ -97,6 +100,10 @@ class Loop:
             inner, processes = self.optimizer.optimizer, self.accelerator.num_processes
             self.graphed = graphed(self._whole_step, inner, self.accelerator.device, processes)
         self.rehold()
+
+    def _compiled(self, name: str, model: nn.Module) -> nn.Module:
+        self.compiled[name] = Compiled(model)
+        return self.compiled[name].model
 
     def rehold(self) -> None:
         """Hold the zeros the model has now."""
@@ -170,7 +177,10 @@ class Loop:
 
     def _gradients(self, batch: Any, together: int) -> torch.Tensor:
         self.model.train()
-        with self.accelerator.autocast():
+        with contextlib.ExitStack() as stack:
+            for compiled in self.compiled.values():
+                stack.enter_context(compiled.on())
+            stack.enter_context(self.accelerator.autocast())
             loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
             if self.distillation is not None:
                 loss = self.distillation.blend(loss)
