@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 import sapwood as sw
+from sapwood.pipeline import shrink
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.recipe import read_recipe, shipped
 from sapwood.pipeline.run import resume_run, start_run
+from sapwood.reporting.runs import wanted
 
 TINY = {
     "model": {"name": "sapwood.pipeline.models:SmallCNN", "arguments": {"width": 8}},
@@ -33,6 +38,7 @@ STEPS: dict[str, list[dict[str, Any]]] = {
         {"channels": 0.6, "schedule": "iterative", "rounds": 2, "round_to": 4},
         {"pattern": "2:4"},
     ],
+    "channels that fade, mended": [{"channels": 0.6, "fade": 0.6, "mend": 2}, {"flops": 0.8, "fade": 0.5}],
 }
 
 
@@ -234,6 +240,13 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "ignore": ({"prune": [{"sparsity": 0.5, "ignore": "head"}]}, [], "a list of names"),
     "round_to": ({"prune": [{"channels": 0.5, "round_to": 0}]}, [], "at least 1"),
     "round_to in words": ({"prune": [{"channels": 0.5, "round_to": "eight"}]}, [], "or auto"),
+    "a latency in rounds": ({"prune": [{"latency": 0.5, "schedule": "iterative", "rounds": 2}]}, [], "one-shot"),
+    "a latency that fades": ({"prune": [{"latency": 0.5, "fade": 0.5}]}, [], "the same plan every time"),
+    "a latency in words": ({"prune": [{"latency": "fast"}]}, [], "or a time"),
+    "batch": ({"prune": [{"channels": 0.5, "batch": 8}]}, [], "with a latency"),
+    "backend": ({"prune": [{"latency": 0.5, "backend": "quick"}]}, [], "auto, eager"),
+    "zeros that fade": ({"prune": [{"sparsity": 0.5, "fade": 0.5}]}, [], "channels that are cut once"),
+    "mend": ({"prune": [{"channels": 0.5, "mend": 0}]}, [], "batches of at least 1"),
     "share": ({"recover": {"share": 0}}, [], "at most 1"),
     "own data raises": ({"data": "tests.test_runs:raising"}, [], "on purpose"),
     "name": ({"name": "../evil"}, [], "a name of letters"),
@@ -282,6 +295,37 @@ def test_a_recipe_has_the_switches_of_recover_and_widths_that_the_device_likes(t
     assert settings.fused and settings.graph and chosen.prune[0].step().options["round_to"] == "auto"
     (tmp_path / "again.yaml").write_text(chosen.to_yaml())
     assert read_recipe(tmp_path / "again.yaml") == chosen
+
+
+def test_a_latency_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for arrives where it is measured, and what was found is told; the measuring has its own tests."""
+    asked: list[tuple[int, sw.Budget, dict[str, Any]]] = []
+
+    def prune(model: nn.Module, example: torch.Tensor, budget: sw.Budget, **options: Any) -> Any:
+        asked.append((len(example), budget, options))
+        options.pop("tell")("timing operators", 1, 2)
+        done = sw.prune(model, example, sw.Budget(flops=0.5), **options)
+        plan = replace(done.plan, achieved={**done.plan.achieved, "latency_ms": 1.0, "dense_latency_ms": 2.0})
+        return replace(done, plan=plan)
+
+    monkeypatch.setattr(shrink, "prune", prune)
+    seen: list[dict[str, Any]] = []
+    step = {"latency": "3ms", "batch": 16, "backend": "eager", "round_to": 2}
+
+    def stop(event: dict[str, Any]) -> None:
+        seen.append(event)
+        if event["event"] == "epoch" and event["stage"] == "step-0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_run(read_recipe(recipe(tmp_path, prune=[step])), tmp_path / "run", stop)
+    results = resume_run(tmp_path / "run")  # what was measured is not measured again
+    ((batch, budget, options),) = asked
+    assert batch == 16 and budget == sw.Budget(latency="3ms")
+    assert options["backend"] == "eager" and options["round_to"] == 2
+    assert {"event": "planning", "seed": 0, "what": "timing operators", "done": 1, "of": 2} in seen
+    assert results["seeds"][0]["steps"][0]["planned"] == {"latency_ms": 1.0, "dense_latency_ms": 2.0, "as": ""}
+    assert wanted({"latency": "3ms"}) == "in 3ms" and wanted({"latency": 0.5}) == "in 50% of the time"
 
 
 def test_nothing_in_arguments_is_lost(tmp_path: Path) -> None:

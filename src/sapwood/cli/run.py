@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from sapwood.cli.common import new_folder, page_beside, show
 from sapwood.errors import explain
+from sapwood.pipeline.log import Report
 from sapwood.pipeline.recipe import read_recipe
-from sapwood.pipeline.run import Report, resume_run, start_run
+from sapwood.pipeline.run import resume_run, start_run
 from sapwood.reporting.page import PAGE
 from sapwood.reporting.runs import claim, curve_table, run_table, wanted
 
@@ -68,6 +69,11 @@ def _follow(bars: Progress, console: Console, quiet: bool) -> Report:
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=event["total"])
             bars.update(tasks[name], completed=event["step"])
+        elif kind == "planning":
+            name = f"seed {event['seed']}, {event['what']}"
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=event["of"])
+            bars.update(tasks[name], completed=event["done"])
         elif kind in ("measure", "done"):
             if MEASURING not in tasks:
                 tasks[MEASURING] = bars.add_task(MEASURING, total=1)
@@ -89,6 +95,13 @@ def _show(results: dict[str, Any], folder: Path, page: Path | None, as_json: boo
     for name, step in zip(names, summary["steps"], strict=True):
         became = claim(summary["dense"]["mean"], step["after_pruning"]["mean"], step["recovered"]["mean"])
         words.append(f"{name}: accuracy {became}.")
+    for name, step in zip(names, results["seeds"][0]["steps"], strict=True):
+        if "planned" in step:
+            found = step["planned"]
+            words.append(
+                f"{name}: planned for {found['latency_ms']:.2f} ms, dense {found['dense_latency_ms']:.2f} ms; "
+                f"{found['as']}. Run it so: sw.deploy(model, batch)."
+            )
     times, sizes = measured["latency_ms"], measured["file_bytes"]
     words.append(
         f"Latency ({measured['on']}): dense {times['dense']['median']:.2f} ms, "

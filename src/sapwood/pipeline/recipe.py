@@ -15,7 +15,8 @@ import yaml
 
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
-from sapwood.pipeline.shrink import Step
+from sapwood.measurement.backends import BACKENDS
+from sapwood.pipeline.shrink import Step, require_fading
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule
@@ -24,9 +25,9 @@ from sapwood.scoring.weights import NAMES as CHANNEL_SCORES
 from sapwood.types import Budget
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
-_BUDGETS = ("sparsity", "channels", "params", "flops")
+_BUDGETS = ("sparsity", "channels", "params", "flops", "latency")
 _MASKING = ("scope", "score", "include", "ignore", "seed")
-_CUTTING = ("score", "allocate", "ignore", "round_to")
+_CUTTING = ("score", "allocate", "ignore", "round_to", "backend")
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,19 @@ class RecoverPart:
 
 @dataclass(frozen=True)
 class PrunePart:
-    """One of sparsity, channels, params, flops (or an N:M pattern), and how."""
+    """One of sparsity, channels, params, flops, latency (or an N:M pattern), and how.
+
+    A latency is measured with ``batch`` examples at once (as many as the data's example has, if it is left out), by
+    ``backend``. ``fade`` and ``mend`` (a number of batches) are those of ``prune_and_recover``.
+    """
 
     sparsity: float | None = None
     channels: float | int | None = None
     params: float | int | None = None
     flops: float | int | None = None
+    latency: float | str | None = None
+    batch: int | None = None
+    backend: str | None = None
     pattern: str = "unstructured"
     scope: str | None = None
     score: str | None = None
@@ -101,6 +109,8 @@ class PrunePart:
     schedule: str = "one-shot"
     rounds: int = 1
     seed: int | None = None
+    fade: float | None = None
+    mend: int | None = None
 
     def step(self) -> Step:
         given = {k: getattr(self, k) for k in _BUDGETS if getattr(self, k) is not None}
@@ -114,6 +124,7 @@ class PrunePart:
             "scope": SCOPES,
             "score": ELEMENT_SCORES if allowed is _MASKING else CHANNEL_SCORES,
             "allocate": ("global", "uniform"),
+            "backend": ("auto", *BACKENDS),
         }
         for key, known in names.items():
             if key in chosen and chosen[key] not in known:
@@ -124,7 +135,15 @@ class PrunePart:
         step = chosen.get("round_to", "auto")
         if step != "auto" and (isinstance(step, str) or step < 1):
             raise explain("a number of at least 1, or auto", repr(step), "For example 8.", "prune, round_to")
-        return Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
+        if self.batch is not None and (self.latency is None or self.batch < 1):
+            got = f"{self.batch}" if self.latency is not None else f"{self.batch} without a latency"
+            raise explain("a number of at least 1, with a latency", got, "For example 8.", "prune, batch")
+        if self.mend is not None and self.mend < 1:
+            raise explain("a number of batches of at least 1", repr(self.mend), "For example 16.", "prune, mend")
+        found = Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
+        if self.fade is not None:
+            require_fading(found, self.fade)
+        return found
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ seeds, so the results are those of a run that was never stopped.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import itertools
 import json
 import os
@@ -26,13 +24,16 @@ from sapwood.capture.isolation import undisturbed
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count
+from sapwood.measurement.model_forms import with_batch
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
 from sapwood.pipeline.data import Data, load_data
 from sapwood.pipeline.details import DETAILS, LOOKS, details_of
 from sapwood.pipeline.figures import batch_for, environment, measured, summary
+from sapwood.pipeline.log import Log, Report, alone
 from sapwood.pipeline.models import named_model
+from sapwood.pipeline.prune import make_plan
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
-from sapwood.pipeline.shrink import EMPTY, Pruner, Step, phases_of
+from sapwood.pipeline.shrink import EMPTY, Pruner, Step, fading_phase, phases_of
 from sapwood.recovery.loop import Loop
 from sapwood.recovery.recover import require_batches
 from sapwood.recovery.session import MARKS, Phase, Session, steps_for
@@ -44,8 +45,6 @@ from sapwood.types import Plan
 
 CALIBRATION = 8
 RECIPE, EVENTS, RESULTS = "recipe.yaml", "events.jsonl", "results.json"
-Report = Callable[[dict[str, Any]], None]
-"""Told what happens: an event as a dict; progress within an epoch as {"event": "step", ...}."""
 
 
 def start_run(recipe: Recipe, folder: Path, report: Report | None = None) -> dict[str, Any]:
@@ -73,8 +72,8 @@ def resume_run(folder: Path, report: Report | None = None) -> dict[str, Any]:
 
 
 def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
-    with _alone(folder), _repeatable(_device(recipe)):
-        log = _Log(folder / EVENTS, report)
+    with alone(folder), _repeatable(_device(recipe)):
+        log = Log(folder / EVENTS, report)
         log({"event": "start", "recipe": recipe.name, "device": str(_device(recipe)), "pid": os.getpid()})
         data = load_data(recipe.data.name, recipe.data.batch, recipe.data.size, recipe.data.workers)
         require_batches(data.train)
@@ -101,7 +100,7 @@ def _run(recipe: Recipe, folder: Path, report: Report | None) -> dict[str, Any]:
 class _Seed:
     """One seed's training, pruning and recovery."""
 
-    def __init__(self, recipe: Recipe, data: Data, folder: Path, seed: int, log: _Log) -> None:
+    def __init__(self, recipe: Recipe, data: Data, folder: Path, seed: int, log: Log) -> None:
         self.recipe, self.data, self.folder, self.seed = recipe, data, folder, seed
         self.log, self.checkpoint = log, folder / "checkpoint.safetensors"
         self.device = _device(recipe)
@@ -178,9 +177,15 @@ class _Seed:
     ) -> tuple[nn.Module, Plan, dict[str, Any]]:
         part, recover = self.recipe.prune[index], self.recipe.recover
         step = self._with_data(part.step())
-        pruner = Pruner(self.data.example, plan)
+        example = self.data.example
+        if part.batch is not None:
+            example = with_batch(example, part.batch, torch.device("cpu"), torch.float32)
+        pruner = Pruner(example, plan, self._batches(part.mend or 0))
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
-        targets = step.targets(rebuilt, send_to_device(self.data.example, self.device))
+        placed = send_to_device(example, self.device)
+        targets, fading = step.targets(rebuilt, placed), EMPTY
+        if part.fade is not None and step.budget is not None:
+            fading = make_plan(rebuilt, placed, step.budget, **step.options)
         loop = Loop(
             model,
             self.data.train,
@@ -191,7 +196,10 @@ class _Seed:
             share=recover.share,
         )
         original = self.recipe.train.epochs
-        phases = phases_of(step, targets, pruner, steps_for(recover.fraction * original, loop, part.rounds))
+        total = steps_for(recover.fraction * original, loop, part.rounds)
+        phases = phases_of(step, targets, pruner, total)
+        if part.fade is not None:
+            phases = [fading_phase(fading, pruner, total, part.fade)]
         session = Session(
             loop,
             phases,
@@ -200,17 +208,28 @@ class _Seed:
             test=lambda m: self.data.score(m, "test"),
             marks=MARKS,
         )
+        if resumed is not None and resumed.position is not None and fading is not EMPTY:
+            done, end = int(resumed.position["step"]), max(phases[0].prune)
+            if 0 < done < end:
+                loop.fade(fading, end, done)
         self._go(session, f"step-{index}", resumed, pruner, figures)
         model = loop.finish()
-        return model, pruner.plan, self._step_figures(part, model, session)
+        return model, pruner.plan, self._step_figures(part, model, session, pruner.plan)
 
     def _with_data(self, step: Step) -> Step:
         """Scores that look at data get a few batches of the training data, always the same."""
-        if step.options.get("score") not in ("wanda", "taylor"):
-            return step
+        more: dict[str, Any] = {}
+        if step.options.get("score") in ("wanda", "taylor"):
+            more = {"calibration": self._batches(CALIBRATION), "loss": self.data.loss}
+        if step.budget is not None and (step.budget.kind == "latency" or step.options.get("round_to") == "auto"):
+            more["tell"] = lambda what, done, of: self.log.tell(
+                event="planning", seed=self.seed, what=what, done=done, of=of
+            )
+        return replace(step, options={**step.options, **more})
+
+    def _batches(self, many: int) -> list[Any]:
         torch.manual_seed(self.seed)
-        batches = [send_to_device(b, self.device) for b in itertools.islice(self.data.train, CALIBRATION)]
-        return replace(step, options={**step.options, "calibration": batches, "loss": self.data.loss})
+        return [send_to_device(b, self.device) for b in itertools.islice(self.data.train, many)]
 
     def _before(self, index: int, dense: nn.Module, resumed: Checkpoint) -> nn.Module:
         """The model as it was before this step began: budgets of rounds are in its terms."""
@@ -236,7 +255,9 @@ class _Seed:
                 fill(loop.plain, found)
             fill_optimizer(loop.plain, loop.optimizer.optimizer, found.optimizer)
             session.go_to(found.position)
-        session.on_step = lambda step, total: self.log.step(self.seed, stage, step, total)
+        session.on_step = lambda step, total: self.log.tell(
+            event="step", seed=self.seed, stage=stage, step=step, total=total
+        )
         while True:
             points = len(session.curve)
             if not session.advance():
@@ -248,16 +269,19 @@ class _Seed:
                 self.log({"event": "point", "seed": self.seed, "stage": stage, **vars(point)})
             self.log({"event": "epoch", "seed": self.seed, "stage": stage, "epoch": session.number})
 
-    def _step_figures(self, part: PrunePart, model: nn.Module, session: Session) -> dict[str, Any]:
+    def _step_figures(self, part: PrunePart, model: nn.Module, session: Session, plan: Plan) -> dict[str, Any]:
         zeros = sparsity(model)
         asked = {k: v for k, v in vars(part).items() if v is not None}
         first, last = session.pruned or session.curve[0], session.curve[-1]
+        planned = {k: plan.achieved[k] for k in ("latency_ms", "dense_latency_ms") if k in plan.achieved}
+        planned["as"] = next((n for n in plan.notes if n.startswith("latency measured as")), "")
         return {
             "prune": asked,
             "after_pruning": {"validation": first.metric, "test": first.test},
             "recovered": {"validation": last.metric, "test": last.test},
             "curve": [vars(p) for p in session.curve],
             "sparsity": zeros.total,
+            **({"planned": planned} if part.latency is not None else {}),
             **count(model, send_to_device(self.data.example, self.device)),
         }
 
@@ -312,43 +336,6 @@ class _Seed:
             got = " ".join(str(error).split())[:200]
             remedy = "Check train.weights." if self.recipe.train.weights else "Start the run anew."
             raise explain("weights of the recipe's model", got, remedy, str(path)) from None
-
-
-class _Log:
-    """Events as JSON lines; a line that was cut off by a kill is dropped."""
-
-    def __init__(self, path: Path, report: Report | None) -> None:
-        self.path, self.report = path, report
-        if path.exists():
-            whole = path.read_bytes()
-            if not whole.endswith(b"\n"):
-                write_text(path, whole[: whole.rfind(b"\n") + 1].decode())
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"time": now, **event}) + "\n")
-        except OSError as error:
-            raise SapwoodError(f"{self.path}: could not be written ({error.strerror}). Free some space.") from None
-        if self.report is not None:
-            self.report(event)
-
-    def step(self, seed: int, stage: str, step: int, total: int) -> None:
-        if self.report is not None:
-            self.report({"event": "step", "seed": seed, "stage": stage, "step": step, "total": total})
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two processes must not work in the same folder."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            remedy = "Wait for it, or stop it first."
-            raise explain("a folder that no other run works in", "one in use", remedy, str(folder)) from None
-        yield
 
 
 @contextlib.contextmanager

@@ -52,6 +52,9 @@ class Step:
         if isinstance(self.options.get("calibration"), Iterator) and self.schedule.rounds > 1:
             got, remedy = "an iterator, which is used up after the first", "Pass a list or a data loader."
             raise explain("batches for every round", got, remedy, "calibration")
+        if self.budget is not None and self.budget.kind == "latency" and self.schedule.kind != "one-shot":
+            remedy = "Widths are measured once: schedule='one-shot'. Rounds can have flops or channels."
+            raise explain("a one-shot schedule", f"{self.schedule.kind} with a latency", remedy, "schedule")
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")
@@ -141,6 +144,16 @@ def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, tota
     return phases
 
 
+def require_fading(step: Step, fade: float) -> None:
+    cut_once = not step.is_mask and step.schedule.kind == "one-shot"
+    if not cut_once or not 0 < fade < 1:
+        got = f"fade={fade!r}, schedule={step.schedule.kind!r}, {step.budget}"
+        raise explain("a share below 1, with channels that are cut once", got, "For example fade=0.3.", "fade")
+    if step.budget is not None and step.budget.kind == "latency":  # a run that goes on would find other widths
+        remedy = "Leave fade out, or give the plan's FLOPs as the budget."
+        raise explain("a budget that gives the same plan every time", "a latency", remedy, "fade")
+
+
 def fading_phase(plan: Plan, pruner: Pruner, total: int, share: float) -> Phase:
     """One recovery of ``total`` steps; over the first share of it the plan's channels fade out, then they are cut."""
     steps = min(max(1, int(share * total)), total - 1)
@@ -204,9 +217,8 @@ def prune_and_recover(
     ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
     """
     step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
-    if fade and (step.is_mask or step.schedule.kind != "one-shot" or not 0 < fade < 1):
-        got = f"fade={fade!r}, schedule={schedule!r}, {budget}"
-        raise explain("a share below 1, with channels that are cut once", got, "For example fade=0.3.", "fade")
+    if fade:
+        require_fading(step, fade)
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)

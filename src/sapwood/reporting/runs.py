@@ -58,6 +58,9 @@ def wanted(prune: Mapping[str, Any]) -> str:
         if kind in prune:
             value = prune[kind]
             return f"{value:.0%} of {kind} left" if value <= 1 else f"{value:,} {kind} left"
+    if "latency" in prune:
+        value = prune["latency"]
+        return f"in {value}" if isinstance(value, str) else f"in {value:.0%} of the time"
     if prune.get("pattern", "unstructured") == "unstructured":
         return f"{prune['sparsity']:.0%} zeros"
     return str(prune["pattern"])
