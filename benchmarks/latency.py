@@ -1,12 +1,13 @@
 """What a cut gains on this device, in deployed form, and how near latency budgets come.
 
-    python -m benchmarks.latency --part half|plans|equal|sweep [--models a,b] [--batch 64] [--backend auto]
+    python -m benchmarks.latency --part half|plans|equal|sweep|peers [--models a,b] [--batch 64] [--backend auto]
                                  [--device cuda] [--dtype bfloat16] [--out FILE]
 
 half   half of the channels removed (uniform, round_to="auto"), dense and cut each in its best deployed form
 plans  latency budgets of 70%, 50% and 35%; also measured at batch 1
 equal  at the latency of uniform and of FLOP-budget plans: the score that a latency plan keeps
 sweep  10% to 90% of the channels removed: plain plan, round_to="auto", and latency budgets
+peers  Torch-Pruning anew, with as many channels as the plans and cuts that the file has
 
 Dense and cut take turns in one run. Torch-Pruning at the same channel ratio is a column with ``--peer``, where the
 package ``torch_pruning`` can be imported. Results are merged into the JSON file, by part, model and batch.
@@ -301,6 +302,21 @@ class Bench:
         allocate = "uniform" if other == "uniform" else "global"
         budget = sw.Budget(**OTHERS[other])
         return sw.make_plan(model, x[:1], budget, allocate=allocate, round_to="auto", backend=self.o.backend)
+
+    def peers(self, name: str, batch: int) -> None:
+        (model, x, dense), today = self.dense(name, batch), datetime.date.today().isoformat()
+        rows = {**self.results.get("plans", {}), **self.results.get("equal", {})}
+        for key, row in rows.items():
+            if not key.startswith(f"{name}, batch {batch},") or "channels_kept" not in row:
+                continue
+            peer = self.peer(model, row["channels_kept"], name)
+            if isinstance(peer, nn.Module):
+                with alone(self.device):
+                    forms = {"dense": dense, "torch_pruning": self.deployed(peer, x, dense.backend)}
+                    row["torch_pruning"] = {**self.turns(forms, x)["torch_pruning"], "date": today}
+            row["peer"] = peer if isinstance(peer, str) else "measured"
+            self.console.print(f"peers {key}: {row.get('torch_pruning', {}).get('speed')}, {row['peer']}")
+            self.write()
 
     def sweep(self, name: str, batch: int) -> None:
         """Every cut in the same form, so that a curve is a curve. Known ones are measured anew only if asked."""
