@@ -21,6 +21,7 @@ import sapwood as sw
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
 from sapwood.recovery.graphs import GraphedStep
 from sapwood.recovery.loop import Loop, Settings
+from tests.test_recovery import Stage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +96,25 @@ def test_recovery_on_the_gpu(switches: dict[str, Any]) -> None:
     assert done.metric is not None and done.metric > 0.9
     assert next(done.model.parameters()).is_cuda and sw.sparsity(done.model).zeros == zeros
     assert list(done.model.state_dict()) == list(net().state_dict())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_compiled_blocks_train_on_the_gpu(graph: bool) -> None:
+    """As uncompiled ones do, with a teacher, validation in between, and blocks of two widths."""
+    loader, x, y = stripes()
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(256, 16), Stage(16, 3), nn.Linear(16, 12), Stage(12, 2))
+    dense.append(nn.Linear(12, 4))
+    sw.recover(dense, loader, lr=0.02, epochs=6)
+    more: dict[str, Any] = {"lr": 0.02, "epochs": 3, "mixed_precision": "bf16", "graph": graph, "teacher": dense}
+    more["validate"] = lambda m: accuracy(m, x, y)
+    found = [
+        sw.recover(sw.mask(dense, sw.Budget(sparsity=0.8)), loader, compile=compiled, **more)
+        for compiled in (False, True)
+    ]
+    plain, compiled = (done.metric for done in found)
+    assert plain is not None and compiled is not None and compiled > 0.9 and abs(compiled - plain) < 0.05
+    assert not any(m._compiled_call_impl for m in [*found[1].model.modules(), *dense.modules()])
 
 
 def test_a_model_may_be_moved_after_hold() -> None:
