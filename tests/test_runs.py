@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
+from sapwood.cli import run as cli_run
 from sapwood.pipeline import shrink
+from sapwood.pipeline.data import load_data
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.recipe import read_recipe, shipped
 from sapwood.pipeline.run import resume_run, start_run
@@ -297,7 +301,38 @@ def test_a_recipe_has_the_switches_of_recover_and_widths_that_the_device_likes(t
     assert read_recipe(tmp_path / "again.yaml") == chosen
 
 
-def test_a_latency_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def augmented() -> dict[str, Any]:
+    """Digits from a loader with its own generator, shifted by numpy."""
+    digits = load_data("digits", batch=64)
+    torch.manual_seed(0)
+    x, y = (torch.cat(parts) for parts in zip(*digits.train, strict=True))
+    generator = torch.Generator().manual_seed(3)
+
+    def collate(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        images = torch.stack([p[0] for p in pairs])
+        return images + 0.1 * float(np.random.randn()) + 0.1 * random.random(), torch.stack([p[1] for p in pairs])
+
+    train = DataLoader(TensorDataset(x, y), 64, shuffle=True, generator=generator, collate_fn=collate)
+    return {"train": train, "validation": digits.validation, "test": digits.test, "example": digits.example}
+
+
+def test_batches_to_mend_with_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    steps = [{"channels": 0.6, "fade": 0.6, "mend": 1}]
+    chosen = read_recipe(recipe(tmp_path, data="tests.test_runs:augmented", prune=steps))
+    whole = start_run(chosen, tmp_path / "whole")
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "epoch" and event["stage"] == "step-0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_run(chosen, tmp_path / "stopped", stop)
+    assert lasting(resume_run(tmp_path / "stopped")) == lasting(whole)
+
+
+def test_a_latency_in_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is asked for arrives where it is measured, and what was found is told; the measuring has its own tests."""
     asked: list[tuple[int, sw.Budget, dict[str, Any]]] = []
 
@@ -305,7 +340,9 @@ def test_a_latency_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         asked.append((len(example), budget, options))
         options.pop("tell")("timing operators", 1, 2)
         done = sw.prune(model, example, sw.Budget(flops=0.5), **options)
-        plan = replace(done.plan, achieved={**done.plan.achieved, "latency_ms": 1.0, "dense_latency_ms": 2.0})
+        times = {"latency_ms": 8.0 / 2 ** len(asked), "dense_latency_ms": 16.0 / 2 ** len(asked)}
+        note = f"latency measured as number {len(asked)}"
+        plan = replace(done.plan, achieved={**done.plan.achieved, **times}, notes=(*done.plan.notes, note))
         return replace(done, plan=plan)
 
     monkeypatch.setattr(shrink, "prune", prune)
@@ -318,13 +355,19 @@ def test_a_latency_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        start_run(read_recipe(recipe(tmp_path, prune=[step])), tmp_path / "run", stop)
+        start_run(read_recipe(recipe(tmp_path, prune=[step, {"latency": 0.5}])), tmp_path / "run", stop)
     results = resume_run(tmp_path / "run")  # what was measured is not measured again
-    ((batch, budget, options),) = asked
+    (batch, budget, options), (other, *_) = asked
+    assert other == len(load_data("digits").example)
     assert batch == 16 and budget == sw.Budget(latency="3ms")
     assert options["backend"] == "eager" and options["round_to"] == 2
     assert {"event": "planning", "seed": 0, "what": "timing operators", "done": 1, "of": 2} in seen
-    assert results["seeds"][0]["steps"][0]["planned"] == {"latency_ms": 1.0, "dense_latency_ms": 2.0, "as": ""}
+    first, second = (s["planned"] for s in results["seeds"][0]["steps"])
+    assert first == {"latency_ms": 4.0, "dense_latency_ms": 8.0, "as": "latency measured as number 1"}
+    assert second == {"latency_ms": 2.0, "dense_latency_ms": 4.0, "as": "latency measured as number 2"}
+    cli_run._show(results, tmp_path / "run", None, as_json=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "in 50% of the time: planned for 2.00 ms, before it 4.00 ms; latency measured as number 2." in told
     assert wanted({"latency": "3ms"}) == "in 3ms" and wanted({"latency": 0.5}) == "in 50% of the time"
 
 

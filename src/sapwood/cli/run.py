@@ -73,7 +73,7 @@ def _follow(bars: Progress, console: Console, quiet: bool) -> Report:
             name = f"seed {event['seed']}, {event['what']}"
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=event["of"])
-            bars.update(tasks[name], completed=event["done"])
+            bars.update(tasks[name], completed=event["done"], total=event["of"])
         elif kind in ("measure", "done"):
             if MEASURING not in tasks:
                 tasks[MEASURING] = bars.add_task(MEASURING, total=1)
@@ -99,7 +99,7 @@ def _show(results: dict[str, Any], folder: Path, page: Path | None, as_json: boo
         if "planned" in step:
             found = step["planned"]
             words.append(
-                f"{name}: planned for {found['latency_ms']:.2f} ms, dense {found['dense_latency_ms']:.2f} ms; "
+                f"{name}: planned for {found['latency_ms']:.2f} ms, before it {found['dense_latency_ms']:.2f} ms; "
                 f"{found['as']}. Run it so: sw.deploy(model, batch)."
             )
     times, sizes = measured["latency_ms"], measured["file_bytes"]

@@ -1,7 +1,7 @@
 """``sapwood run``: train, prune, recover and measure as a recipe says, in a folder; stopped at any moment, it goes on.
 
 After every epoch a checkpoint is replaced. What has been done since is done again on resuming, from the same
-seeds, so the results are those of a run that was never stopped.
+seeds, so the results are those of a run that was never stopped (but for latencies, which are measured).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from sapwood.capture.isolation import undisturbed
+from sapwood.capture.run import tensors_in
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count
@@ -34,6 +35,7 @@ from sapwood.pipeline.models import named_model
 from sapwood.pipeline.prune import make_plan
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
 from sapwood.pipeline.shrink import EMPTY, Pruner, Step, fading_phase, phases_of
+from sapwood.recovery.loaders import seed_all
 from sapwood.recovery.loop import Loop
 from sapwood.recovery.recover import require_batches
 from sapwood.recovery.session import MARKS, Phase, Session, steps_for
@@ -179,8 +181,9 @@ class _Seed:
         step = self._with_data(part.step())
         example = self.data.example
         if part.batch is not None:
-            example = with_batch(example, part.batch, torch.device("cpu"), torch.float32)
-        pruner = Pruner(example, plan, self._batches(part.mend or 0))
+            dtype = next((t.dtype for t in tensors_in(example) if t.is_floating_point()), torch.float32)
+            example = with_batch(example, part.batch, torch.device("cpu"), dtype)
+        pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else ())
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
         placed = send_to_device(example, self.device)
         targets, fading = step.targets(rebuilt, placed), EMPTY
@@ -221,14 +224,14 @@ class _Seed:
         more: dict[str, Any] = {}
         if step.options.get("score") in ("wanda", "taylor"):
             more = {"calibration": self._batches(CALIBRATION), "loss": self.data.loss}
-        if step.budget is not None and (step.budget.kind == "latency" or step.options.get("round_to") == "auto"):
+        if step.budget is not None and step.budget.kind == "latency":
             more["tell"] = lambda what, done, of: self.log.tell(
                 event="planning", seed=self.seed, what=what, done=done, of=of
             )
         return replace(step, options={**step.options, **more})
 
     def _batches(self, many: int) -> list[Any]:
-        torch.manual_seed(self.seed)
+        seed_all(self.seed, self.data.train, getattr(self.data.train, "generator", None))
         return [send_to_device(b, self.device) for b in itertools.islice(self.data.train, many)]
 
     def _before(self, index: int, dense: nn.Module, resumed: Checkpoint) -> nn.Module:
@@ -274,7 +277,7 @@ class _Seed:
         asked = {k: v for k, v in vars(part).items() if v is not None}
         first, last = session.pruned or session.curve[0], session.curve[-1]
         planned = {k: plan.achieved[k] for k in ("latency_ms", "dense_latency_ms") if k in plan.achieved}
-        planned["as"] = next((n for n in plan.notes if n.startswith("latency measured as")), "")
+        planned["as"] = next((n for n in reversed(plan.notes) if n.startswith("latency measured as")), "")
         return {
             "prune": asked,
             "after_pruning": {"validation": first.metric, "test": first.test},

@@ -144,18 +144,21 @@ def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, tota
     return phases
 
 
-def require_fading(step: Step, fade: float) -> None:
+def require_fading(step: Step, fade: float, again: bool = True) -> None:
+    """``again``: the run may be stopped and gone on with, which makes the plan anew."""
     cut_once = not step.is_mask and step.schedule.kind == "one-shot"
     if not cut_once or not 0 < fade < 1:
         got = f"fade={fade!r}, schedule={step.schedule.kind!r}, {step.budget}"
         raise explain("a share below 1, with channels that are cut once", got, "For example fade=0.3.", "fade")
-    if step.budget is not None and step.budget.kind == "latency":  # a run that goes on would find other widths
-        remedy = "Leave fade out, or give the plan's FLOPs as the budget."
+    if again and step.budget is not None and step.budget.kind == "latency":
+        remedy = "Leave fade out, or ask for the FLOPs of a plan for this latency."
         raise explain("a budget that gives the same plan every time", "a latency", remedy, "fade")
 
 
 def fading_phase(plan: Plan, pruner: Pruner, total: int, share: float) -> Phase:
     """One recovery of ``total`` steps; over the first share of it the plan's channels fade out, then they are cut."""
+    if total < 2:
+        raise explain("a recovery of at least 2 steps", str(total), "Train longer, or leave fade out.", "fade")
     steps = min(max(1, int(share * total)), total - 1)
     return Phase(total, {0: lambda loop: loop.fade(plan, steps), steps: lambda loop: pruner.faded(loop, plan)})
 
@@ -218,7 +221,7 @@ def prune_and_recover(
     """
     step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
     if fade:
-        require_fading(step, fade)
+        require_fading(step, fade, checkpoint is not None)
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -116,6 +118,16 @@ class _Batches:
         for index, batch in enumerate(self.batches):
             if index % number == own and index // number < len(self):
                 yield send_to_device(batch, self.accelerator.device)
+
+
+def seed_all(seed: int, loader: Any, generator: Any) -> None:
+    """Every generator that a loader may draw from: torch's, numpy's, Python's, its sampler's and its own."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for own in (getattr(getattr(loader, "sampler", None), "generator", None), generator):
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed)
 
 
 def own_order(loader: Any) -> Any:

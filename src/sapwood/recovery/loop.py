@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -26,7 +24,7 @@ from sapwood.recovery.distillation import Distillation
 from sapwood.recovery.fade import Fade
 from sapwood.recovery.graphs import GraphedStep, graphed, set_rates
 from sapwood.recovery.layout import align_gradients, align_state
-from sapwood.recovery.loaders import own_order, prepared
+from sapwood.recovery.loaders import own_order, prepared, seed_all
 from sapwood.recovery.regions import Compiled
 from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
@@ -180,11 +178,11 @@ class Loop:
         with contextlib.ExitStack() as stack:
             for compiled in self.compiled.values():
                 stack.enter_context(compiled.on())
-            stack.enter_context(self.accelerator.autocast())
-            loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
-            if self.distillation is not None:
-                loss = self.distillation.blend(loss)
-        self.accelerator.backward(loss / together)
+            with self.accelerator.autocast():
+                loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
+                if self.distillation is not None:
+                    loss = self.distillation.blend(loss)
+            self.accelerator.backward(loss / together)
         return loss.detach()
 
     def _update(self) -> None:
@@ -205,11 +203,7 @@ class Loop:
         if self._order is not None:
             self._order.generator.manual_seed(seed)
         if self.settings.repeatable:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            for own in (getattr(getattr(self._given, "sampler", None), "generator", None), self._given_generator):
-                if isinstance(own, torch.Generator):
-                    own.manual_seed(seed)
+            seed_all(seed, self._given, self._given_generator)
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(number)
 

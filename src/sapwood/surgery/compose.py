@@ -25,7 +25,7 @@ def compose(first: Plan, second: Plan) -> Plan:
             groups[name] = tuple(kept)
         elif max(kept) < len(before):  # else the first cut has regrouped these channels
             groups[name] = tuple(before[i] for i in kept)
-    dense = {k: v for k, v in first.achieved.items() if k.startswith("dense_")}
+    dense = {k: v for k, v in first.achieved.items() if k.startswith("dense_") and k != "dense_latency_ms"}
     return Plan(
         keep=keep,
         attributes={**first.attributes, **second.attributes},
