@@ -371,6 +371,12 @@ def test_a_latency_in_a_recipe(
     assert wanted({"latency": "3ms"}) == "in 3ms" and wanted({"latency": 0.5}) == "in 50% of the time"
 
 
+def test_flops_of_a_recipe_are_of_one_example(tmp_path: Path) -> None:
+    results = start_run(read_recipe(recipe(tmp_path, prune=[{"flops": 60_000}])), tmp_path / "run")
+    dense, left = (results["seeds"][0][k] for k in ("dense", "steps"))
+    assert dense["flops"] > 70_000 and 40_000 < left[0]["flops"] <= 60_000
+
+
 def test_nothing_in_arguments_is_lost(tmp_path: Path) -> None:
     model = {"name": "sapwood.pipeline.models:SmallCNN", "arguments": {"width": None}}
     first = read_recipe(recipe(tmp_path, model=model, prune=[{"sparsity": 0.5}]))

@@ -11,7 +11,13 @@ from torch import nn
 
 from sapwood.capture.skeleton import named_parts, named_tensors
 
-_WEIGHTS = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
+_WEIGHTS = (
+    "weight",
+    "weight_orig",
+    "weight_v",
+    "parametrizations.weight.original1",
+    "parametrizations.weight.original",
+)
 _PLACES: dict[str, tuple[tuple[str, ...], int]] = {
     "out_features": (_WEIGHTS, 0),
     "in_features": (_WEIGHTS, 1),
@@ -47,13 +53,13 @@ def find_mirrors(model: nn.Module) -> list[Mirror]:
         own = named_tensors(module) if module._modules else direct
         for attribute, (names, dim) in _PLACES.items():
             value = vars(module).get(attribute)
-            name = next((n for n in names if n in own), None)
-            if type(value) is not int or name is None or own[name].dim() <= dim:
-                continue
             times = None
             if attribute.endswith("_channels"):
                 dim = 1 - dim if getattr(module, "transposed", False) else dim
                 times = "groups" if dim == 1 and hasattr(module, "groups") else None
+            name = next((n for n in names if n in own and own[n].dim() > dim), None)
+            if type(value) is not int or name is None:
+                continue
             size = own[name].shape[dim] * (getattr(module, times) if times else 1)
             if size == value:
                 prefix = f"{path}." if path else ""

@@ -267,7 +267,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
             if of in _WITHOUT_PARTS:
                 state[name] = item
             elif of in _EMPTY and not item and name in _HOOKS:
-                state[name] = of()
+                state[name] = memo.setdefault(id(item), of())  # handles of hooks refer to it
             else:
                 state[name] = _copied(item, memo)
         if not usual:

@@ -106,7 +106,7 @@ class LatencyPlanner(Planner):
         """
         self.tried, self.drafted = [], []
         target = self.budget.limit_ms(self.dense_ms)
-        self.limit = 0.99 * target
+        self.limit = 0.99 * target if target < self.dense_ms else 2 * target  # the whole model is tried first
         if not self._search(fails, target) and isinstance(self.options["round_to"], Steps):
             for go_near in (self._deepen, self._hold, self._refine):
                 if go_near(target) and self._search(fails, target):

@@ -25,6 +25,7 @@ from sapwood.capture.run import tensors_in
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.report import sparsity
 from sapwood.measurement import count
+from sapwood.measurement.counts import batch_of
 from sapwood.measurement.model_forms import with_batch
 from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
 from sapwood.pipeline.data import Data, load_data
@@ -43,7 +44,7 @@ from sapwood.storage.atomic import write_text
 from sapwood.storage.bundle import save
 from sapwood.storage.tensors import write
 from sapwood.surgery.cut import cut
-from sapwood.types import Plan
+from sapwood.types import Budget, Plan
 
 CALIBRATION = 8
 RECIPE, EVENTS, RESULTS = "recipe.yaml", "events.jsonl", "results.json"
@@ -183,6 +184,7 @@ class _Seed:
         if part.batch is not None:
             dtype = next((t.dtype for t in tensors_in(example) if t.is_floating_point()), torch.float32)
             example = with_batch(example, part.batch, torch.device("cpu"), dtype)
+        step = _by_example(step, example)
         pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else ())
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
         placed = send_to_device(example, self.device)
@@ -339,6 +341,13 @@ class _Seed:
             got = " ".join(str(error).split())[:200]
             remedy = "Check train.weights." if self.recipe.train.weights else "Start the run anew."
             raise explain("weights of the recipe's model", got, remedy, str(path)) from None
+
+
+def _by_example(step: Step, example: Any) -> Step:
+    """FLOPs of a recipe are of one example, as in its results; plans count all that the inputs hold."""
+    if step.budget is None or step.budget.flops is None or step.budget.is_fraction:
+        return step
+    return replace(step, budget=Budget(flops=int(step.budget.flops) * batch_of(example)))
 
 
 @contextlib.contextmanager

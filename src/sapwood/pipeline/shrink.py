@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, send_to_device
 from torch import nn
@@ -220,6 +221,9 @@ def prune_and_recover(
     ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
     """
     step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
+    if isinstance(mend, (torch.Tensor, str, Mapping)) or not isinstance(mend, Sequence):
+        remedy = "For example mend=[batch for batch, _ in zip(loader, range(16))]."
+        raise explain("a list of batches", type(mend).__name__, remedy, "mend")
     if fade:
         require_fading(step, fade, checkpoint is not None)
     total_epochs = epochs_of(original_epochs, fraction, epochs)

@@ -44,9 +44,18 @@ def draft_plan(
     counts, too_many = _in_steps(trace, budget, round_to, count)
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
     if too_many:
-        plan = replace(
-            plan, notes=(*plan.notes, f"{too_many}: no layer is cut below round_to, {plan.budget['round_to']}")
+        why = "the rest is frozen, ignored, or the last of its group"
+        why = why if round_to is None else f"no layer is cut below round_to, {plan.budget['round_to']}"
+        plan = replace(plan, notes=(*plan.notes, f"{too_many}: {why}"))
+    if isinstance(round_to, int):
+        narrow = sum(
+            b * w < round_to and k < w for b, w, k in zip(block_sizes(trace), trace.dense, counts, strict=True)
         )
+        if narrow:
+            told = (
+                f"{narrow} group{'s are' if narrow > 1 else ' is'} narrower than round_to, {round_to}, and cut freely"
+            )
+            plan = replace(plan, notes=(*plan.notes, told))
     return plan
 
 
@@ -68,8 +77,10 @@ def _in_steps(
                 raise
             continue
         left, asked = trace.costs.evaluate("channels", counts), budget.limit(dense)
-        if way is None or budget.kind != "channels" or left <= 1.05 * asked:
+        if budget.kind != "channels" or left <= 1.05 * asked:
             return counts, ""
+        if way is None:
+            return counts, f"{left / dense:.0%} of the channels stay, not {asked / dense:.0%}" if dense else ""
         asked = max(trace.costs.evaluate("channels", count(None)), asked)
         told = "" if left <= 1.05 * asked else f"{left / dense:.0%} of the channels stay, not {asked / dense:.0%}"
         if not told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sapwood.errors import explain
 from sapwood.recovery.loop import Loop
 
 Validate = Callable[[nn.Module], float]
@@ -109,9 +111,14 @@ class Session:
 
     def _point(self, rate: float) -> Point:
         model = self.loop.view()
-        metric = None if self.validate is None else float(self.validate(model))
-        test = None if self.test is None else float(self.test(model))
+        metric, test = _number(self.validate, model, "validate"), _number(self.test, model, "test")
         mean = float(torch.stack(self._losses).mean()) if self._losses else None
+        if mean is not None and not math.isfinite(mean):
+            warnings.warn(
+                f"the loss is {mean} at a learning rate of {rate:.3g}: the model does not train. Lower lr, or clip "
+                "gradients (clip=1.0).",
+                stacklevel=2,
+            )
         epochs = self.overall / self.loop.steps_per_epoch
         return Point(epochs, epochs / self.original, mean, rate, metric, test)
 
@@ -139,3 +146,13 @@ def steps_for(epochs: float, loop: Loop, rounds: int = 1) -> int:
 
 def _ceil(steps: float) -> int:
     return math.ceil(steps - 1e-9)
+
+
+def _number(look: Validate | None, model: nn.Module, name: str) -> float | None:
+    if look is None:
+        return None
+    found: Any = look(model)
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        raise explain("a number from the model", repr(found)[:60], f"Let {name}(model) return one.", name) from None

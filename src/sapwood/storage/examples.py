@@ -24,6 +24,10 @@ def _spec(value: Any) -> Any:
         return {"tensor": spec | ({"high": int(value.max()) + 1} if whole else {})}
     if isinstance(value, (bool, int, float, str)) or value is None:
         return {"value": value}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_spec(v) for v in value]}
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {"dict": {k: _spec(v) for k, v in value.items()}}
     raise SapwoodError(
         f"example_inputs: expected tensors and plain values to remember; got {type(value).__name__}. "
         "Leave example_inputs out and give them at export."
@@ -34,6 +38,10 @@ def make_inputs(specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Random inputs of the remembered shapes and dtypes."""
 
     def make(spec: Any) -> Any:
+        if "list" in spec or "tuple" in spec:
+            return [make(v) for v in spec["list"]] if "list" in spec else tuple(make(v) for v in spec["tuple"])
+        if "dict" in spec:
+            return {str(k): make(v) for k, v in spec["dict"].items()}
         if "tensor" not in spec:
             return spec["value"]
         about = spec["tensor"]

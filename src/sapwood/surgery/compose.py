@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sapwood.types import Plan, Scale
 
 
@@ -34,9 +36,15 @@ def compose(first: Plan, second: Plan) -> Plan:
         groups=groups,
         exact=first.exact and second.exact,
         budget=second.budget,
-        achieved={**second.achieved, **dense},
+        achieved={**second.achieved, **dense, **_kept(first, second)},
         notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
     )
+
+
+def _kept(first: Plan, second: Plan) -> dict[str, float]:
+    """Of the score: a share of what the first plan left."""
+    shares = [plan.achieved.get("score_kept") for plan in (first, second)]
+    return {} if None in shares else {"score_kept": math.prod(float(s) for s in shares if s is not None)}
 
 
 def _moved(name: str, scale: Scale, first: Plan) -> Scale:
