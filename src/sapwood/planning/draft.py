@@ -43,8 +43,8 @@ def draft_plan(
 
     counts, too_many = _in_steps(trace, budget, round_to, count)
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
-    if too_many:
-        why = "the rest is frozen, ignored, or the last of its group"
+    if too_many and (round_to is not None or (fixed.any() and not barred)):
+        why = "what is to be ignored stays whole"
         why = why if round_to is None else f"no layer is cut below round_to, {plan.budget['round_to']}"
         plan = replace(plan, notes=(*plan.notes, f"{too_many}: {why}"))
     if isinstance(round_to, int):
