@@ -21,7 +21,7 @@ import sapwood as sw
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
 from sapwood.recovery.graphs import GraphedStep
 from sapwood.recovery.loop import Loop, Settings
-from tests.test_recovery import Stage
+from tests.test_regions import Stage
 
 pytestmark = [
     pytest.mark.gpu,
