@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-HELD_OUT, SPLIT_SEED = 5000, 20240
+HELD_OUT, SPLIT_SEED = 10_000, 20240
 WEIGHTS, ARRAYS, PART = "resnet56.safetensors", "cifar10.npz", "part.npz"
 
 
@@ -36,7 +36,7 @@ class Images:
 
 
 def load(folder: Path, split: str, device: torch.device, limit: int = 0) -> tuple[Images, Images]:
-    """What is trained on and what is looked at: ``validation`` holds 5,000 training images out, ``test`` uses all.
+    """What is trained on and what is looked at: ``validation`` holds 10,000 training images out, ``test`` uses all.
 
     ``folder`` holds cifar10.npz or the original WebP files; ``random`` makes noise, for tests.
     """
@@ -46,7 +46,7 @@ def load(folder: Path, split: str, device: torch.device, limit: int = 0) -> tupl
     test = Images(tensors["test_x"].permute(0, 3, 1, 2), tensors["test_y"].long())
     if split == "validation":
         order = torch.randperm(len(train.y), generator=torch.Generator().manual_seed(SPLIT_SEED))
-        held = min(HELD_OUT, len(order) // 10)
+        held = min(HELD_OUT, len(order) // 5)
         train, test = train.chosen(order[held:]), train.chosen(order[:held])
     if limit:
         train, test = (Images(part.x[:limit], part.y[:limit]) for part in (train, test))

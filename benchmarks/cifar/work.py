@@ -123,11 +123,13 @@ class Run:
     def train_base(self) -> dict[str, Any]:
         torch.manual_seed(self.seed)
         model = ResNet(self.place.blocks).to(self.device)
-        found = sw.recover(model, self.loader(), **self.training())
-        self.place.runs.mkdir(parents=True, exist_ok=True)
+        whole, place = sw.Budget(channels=1.0), self.place
+        place.runs.mkdir(parents=True, exist_ok=True)
+        kept_at = place.checkpoint(self.name, self.seed)  # what is pruned is nothing, but it can be stopped
+        found = sw.prune_and_recover(model, self.example, self.loader(), whole, checkpoint=kept_at, **self.training())
         kept = {n: t.cpu().contiguous() for n, t in found.model.state_dict().items()}
-        save_file(kept, self.place.runs / f"base-{self.place.split}.safetensors")
-        return self.figures(found.model, model, [vars(p) for p in found.curve], None)
+        save_file(kept, place.runs / f"base-{place.split}.safetensors")
+        return self.figures(found.model, found.model, [vars(p) for p in found.curve], None)
 
     def drop(self) -> dict[str, Any]:
         """What is left right after pruning: as it is, with norms taken anew, refitted, and by many small cuts."""
