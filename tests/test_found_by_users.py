@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +87,31 @@ def test_nested_inputs_are_remembered() -> None:
     assert made["a"]["x"].shape == (2, 3) and made["c"] == ()
     ((tensor, number),) = made["b"]
     assert tensor.shape == (4,) and number == 2
+
+
+def test_one_name_may_stand_for_itself() -> None:
+    assert sw.sparsity(sw.mask(net(), sw.Budget(sparsity=0.5), ignore="0")).layers["0.weight"].zeros == 0
+
+
+def test_channels_that_no_batch_norm_follows_are_told_of() -> None:
+    (note,) = sw.make_plan(net(), X, sw.Budget(channels=0.5), score="bn_scale").notes
+    assert note == "no batch norm follows 1 of 1 groups: l1 ranks their channels"
+
+
+def test_words_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sapwood.cli.main import main
+
+    (tmp_path / "plan.json").write_text("{}")
+    for words, told in (
+        (["export", "nowhere", "--to", "foo"], "export: expected one of onnx, pt2, safetensors; got 'foo'"),
+        (["plan", "sapwood.pipeline.models:SmallCNN", "--input", "1x1x8x8", "--budget", "channels=0.5",
+          "-o", str(tmp_path / "plan.json")], ""),
+        (["cut", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out")],
+         "expected a .safetensors file; got a folder. Name the file in it."),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["sapwood", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert bool(ended.value.code) is bool(told) and told in " ".join(capsys.readouterr().err.split())

@@ -229,6 +229,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "wrong type": ({"train": {"epochs": "many"}}, [], "'many'"),
     "two budgets": ({"prune": [{"sparsity": 0.5, "channels": 0.5}]}, [], "exactly one"),
     "wrong option": ({"prune": [{"sparsity": 0.5, "allocate": "global"}]}, [], "'allocate'"),
+    "no steps": ({"prune": []}, [], "at least one step"),
+    "of the library": ({"recover": {"original_epochs": 4}}, [], "Known are fraction, lr"),
     "no budget": ({"prune": [{"scope": "local"}]}, [], "a budget"),
     "seeds": ({"seeds": [1, 1]}, [], "different whole numbers"),
     "set": ({}, ["--set", "train.epochs"], "key=value"),

@@ -14,6 +14,7 @@ from sapwood.pipeline.models import named_model
 from sapwood.storage.bundle import Bundle
 from sapwood.storage.examples import make_inputs
 from sapwood.storage.export import export as export_model
+from sapwood.storage.export import require_kind
 from sapwood.storage.loading import load
 
 
@@ -28,6 +29,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Write a pruned model in another format, reload it and compare its output."""
+    require_kind(to)  # before anything is loaded
     opened = Bundle(bundle)
     with Console(stderr=True).status(f"Exporting {bundle} to {to} ..."):
         small = load(bundle, named_model(model) if model else None)

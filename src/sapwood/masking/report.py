@@ -41,4 +41,9 @@ def sparsity(model: nn.Module) -> Sparsity:
         n: Sparsity(int(w.numel() - w.detach().count_nonzero()), w.numel(), {}, noted.get(plain_name(n), ""))
         for n, w in weights.items()
     }
+    for name, module in unwrap(model).named_modules():
+        counted = getattr(module, "zeros", None)
+        if isinstance(counted, tuple):  # a packed layer counts its own
+            zeros, whole = counted
+            layers[f"{name}.weight"] = Sparsity(zeros, whole, {}, noted.get(plain_name(f"{name}.weight"), ""))
     return Sparsity(sum(s.zeros for s in layers.values()), sum(s.weights for s in layers.values()), layers)

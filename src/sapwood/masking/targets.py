@@ -68,9 +68,7 @@ def _meant(name: str, text: str) -> bool:
 
 
 def _names(names: Iterable[str], where: str) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise explain("a list of names", repr(names), f"Write {where}=({names!r},).", where)
-    found = tuple(names)
+    found = (names,) if isinstance(names, str) else tuple(names)
     for name in found:
         if not isinstance(name, str):
             raise explain("names", type(name).__name__, "See named_parameters().", where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ class Planner:
         tensors = named_tensors(self.model)
         self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales)
         self.barred: dict[str, str] = {}
+        if self.score == "bn_scale":
+            alone = [g.name for g in self.trace.groups if not self.trace.scales.intersection(g.sites)]
+            told = f"no batch norm follows {len(alone)} of {len(self.trace.groups)} groups: l1 ranks their channels"
+            self.trace = replace(self.trace, notes=(*self.trace.notes, *([told] if alone else [])))
 
     def told(self, what: str, done: int, of: int) -> None:
         if self.tell is not None:

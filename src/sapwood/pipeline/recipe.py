@@ -239,6 +239,8 @@ def _build(body: dict[str, Any], where: str) -> Recipe:
         body["prune"] = [body["prune"]]
     if type(body.get("seeds")) is int:
         body["seeds"] = list(range(body["seeds"]))
+    if body.get("prune") == []:
+        raise explain("at least one step", "an empty list", "prune: [{sparsity: 0.9}]", f"{where}, prune")
     missing = [k for k in ("model", "data", "prune") if not body.get(k)]
     if missing:
         raise explain(f"the key {missing[0]!r}", "none", "See `sapwood recipes` for examples.", where)
@@ -293,7 +295,7 @@ def _part(kind: Any, body: Any, where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key, value in body.items():
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, 1, 0.4)
+            near = difflib.get_close_matches(str(key), fields, 1, 0.6)
             remedy = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(fields)}."
             raise explain("a known key", repr(key), remedy, where)
         _require_kind(value, str(fields[key].type), f"{where}.{key}" if "," in where else f"{where}, {key}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,19 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(mixed_precision=settings.mixed_precision, cpu=settings.cpu)
 
 
+def _steps_alone(optimizer: Any) -> torch.optim.Optimizer:
+    """Refuse what needs more than gradients: torch's LBFGS runs the model itself, several times a step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise explain(
+            "a torch optimizer", type(optimizer).__name__, "Return one from optimizer(groups, lr).", "optimizer"
+        )
+    needed = inspect.signature(optimizer.step).parameters.get("closure")
+    if needed is not None and needed.default is inspect.Parameter.empty:
+        got = f"{type(optimizer).__name__}, whose step() needs a closure"
+        raise explain("an optimizer that steps by gradients alone", got, "Use sgd or adamw.", "optimizer")
+    return optimizer
+
+
 def make_optimizer(model: nn.Module, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
     """Weight decay on matrices and kernels, none on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -91,7 +105,7 @@ def make_optimizer(model: nn.Module, settings: Settings, device: torch.device) -
     ]
     groups = [g for g in groups if g["params"]]
     if not isinstance(settings.optimizer, str):
-        return settings.optimizer(groups, settings.lr)
+        return _steps_alone(settings.optimizer(groups, settings.lr))
     more: dict[str, bool] = {}
     if device.type == "cuda" and (settings.fused or settings.graph):
         if not any(hasattr(p, "to_local") for p in trained):

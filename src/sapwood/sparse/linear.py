@@ -59,6 +59,12 @@ class SparseLinear(nn.Module):
         """Unpacked, a new tensor at each call; for code that looks at it."""
         return dense(self.packed)
 
+    @property
+    def zeros(self) -> tuple[int, int]:
+        """How many of how many weights are zero; what ``sparsity`` reads."""
+        weights = self.in_features * self.out_features
+        return weights - int(self.values.count_nonzero()), weights
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.keep_dense and x.numel() // max(self.in_features, 1) > self._most:
             return nn.functional.linear(x, self._copy(), self.bias)
@@ -73,9 +79,9 @@ class SparseLinear(nn.Module):
         return self._dense
 
     def extra_repr(self) -> str:
-        share = 1 - int((self.values != 0).sum()) / max(1, self.in_features * self.out_features)
+        zeros, weights = self.zeros
         kept = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{kept}, zeros={share:.0%}, most={self._most}"
+        return f"{kept}, zeros={zeros / max(1, weights):.0%}, most={self._most}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
         """Values and bias change their dtype together; another device has another order and switch point."""

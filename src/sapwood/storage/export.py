@@ -42,6 +42,11 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
+def require_kind(to: str) -> None:
+    if to not in KINDS:
+        raise explain(f"one of {', '.join(KINDS)}", repr(to), "Choose the format to export to.", "export")
+
+
 def export(
     model: nn.Module,
     example_inputs: Any,
@@ -53,8 +58,7 @@ def export(
     about: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the model in another format. The batch size stays free where the model allows it."""
-    if to not in KINDS:
-        raise explain(f"one of {', '.join(KINDS)}", repr(to), "Choose the format to export to.", "export")
+    require_kind(to)
     path, model, inputs = Path(path), unwrap(model), as_call(example_inputs)
     with evaluating(model):
         plain, folded = (model, []) if not fold else fold_batch_norms(model, inputs)

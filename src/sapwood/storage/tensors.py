@@ -232,6 +232,8 @@ def require_digest(tensor: torch.Tensor, expected: str, where: str, full: bool =
 
 def open_file(path: Path) -> Reader:
     """Map a file after a strict look at its header: sizes, names, offsets."""
+    if path.is_dir():
+        raise explain("a .safetensors file", "a folder", "Name the file in it.", str(path))
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
