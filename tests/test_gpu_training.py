@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
-from sapwood.recovery import TensorLoader, refit_, refresh_norms_
+from sapwood.recovery import TensorLoader, narrow, refit_, refresh_norms_
 from sapwood.recovery.graphs import GraphedStep
 from sapwood.recovery.loop import Loop, Settings
 from tests.test_regions import Stage
@@ -115,6 +115,49 @@ def test_compiled_blocks_train_on_the_gpu(graph: bool) -> None:
     plain, compiled = (done.metric for done in found)
     assert plain is not None and compiled is not None and compiled > 0.9 and abs(compiled - plain) < 0.05
     assert not any(m._compiled_call_impl for m in [*found[1].model.modules(), *dense.modules()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("images", "c", "o", "height", "width", "high", "wide"),
+    [(64, 16, 16, 32, 32, 3, 3), (3, 7, 5, 6, 9, 3, 3), (5, 3, 64, 17, 16, 3, 3), (2, 33, 40, 4, 4, 3, 3),
+     (1, 1, 1, 1, 1, 3, 3), (4, 48, 64, 8, 8, 1, 3)],
+)  # fmt: skip
+def test_narrow_convolutions_are_the_same_function(
+    images: int, c: int, o: int, height: int, width: int, high: int, wide: int, dtype: torch.dtype
+) -> None:
+    assert narrow._kernels_load()
+    torch.manual_seed(0)
+    x = torch.randn(images, c, height, width, device="cuda").to(dtype, memory_format=torch.channels_last)
+    weight = torch.randn(o, c, high, wide, device="cuda").to(dtype, memory_format=torch.channels_last)
+    results = []
+    for ours in (narrow.NONE, (True, True, True)):
+        own = [t.clone().requires_grad_() for t in (x, weight)]
+        out = narrow.Narrow.apply(*own, ours)
+        out.backward(torch.ones_like(out).cumsum(1) / o)
+        results.append((out, *(t.grad for t in own)))
+    for wanted, got in zip(*results, strict=True):
+        assert got.shape == wanted.shape and got.dtype == dtype
+        assert (got.float() - wanted.float()).norm() <= 0.01 * wanted.float().norm()
+    again = torch.ops.sapwood.narrow_weights(x, out.detach(), weight)
+    assert torch.equal(again, torch.ops.sapwood.narrow_weights(x, out.detach(), weight))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_with_narrow_convolutions(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step with our kernels ends where one with cuDNN's does; the model is left as it was."""
+    loader, x, y = stripes()
+    ends = []
+    for ours in (narrow.NONE, (True, True, True)):
+        tries: list[Any] = []
+        monkeypatch.setattr(narrow, "_KNOWN", {})
+        monkeypatch.setattr(narrow, "tried", lambda *kind, ours=ours, tries=tries: tries.append(kind) or ours)
+        fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True, "graph": True, "compile": compiled}
+        model = sw.recover(net(), loader, lr=0.05, epochs=4, teacher=net(), **fast).model
+        assert len(tries) == 2 and not any("_conv_forward" in vars(m) for m in model.modules())
+        assert accuracy(model, x, y) > 0.9
+        ends.append(model.state_dict()["0.weight"])
+    torch.testing.assert_close(*ends, rtol=0.1, atol=0.02)
 
 
 def test_a_model_may_be_moved_after_hold() -> None:

@@ -25,9 +25,11 @@ from sapwood.recovery.fade import Fade
 from sapwood.recovery.graphs import GraphedStep, graphed, set_rates
 from sapwood.recovery.layout import align_gradients, align_state
 from sapwood.recovery.loaders import own_order, prepared, seed_all
+from sapwood.recovery.narrow import NarrowConvolutions
 from sapwood.recovery.regions import Compiled
 from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
+from sapwood.surgery.check import evaluating
 from sapwood.surgery.optimizer import cut_optimizer
 from sapwood.types import Plan
 
@@ -94,9 +96,12 @@ class Loop:
         if self.teacher is not None:
             self.distillation = Distillation(self.model, self.teacher, *self._soften)
         self.graphed: GraphedStep | None = None
+        self.narrow: NarrowConvolutions | None = None
         if self.settings.graph:
             inner, processes = self.optimizer.optimizer, self.accelerator.num_processes
             self.graphed = graphed(self._whole_step, inner, self.accelerator.device, processes)
+            if self.settings.channels_last and self.settings.mixed_precision == "bf16":
+                self.narrow = NarrowConvolutions(model, *([] if self.teacher is None else [self.teacher]))
         self.rehold()
 
     def _compiled(self, name: str, model: nn.Module) -> nn.Module:
@@ -174,16 +179,34 @@ class Loop:
                 losses = []
 
     def _gradients(self, batch: Any, together: int) -> torch.Tensor:
+        if self.narrow is not None and not self.narrow.looked:
+            self.narrow.look(lambda: self._rehearse(batch))
         self.model.train()
         with contextlib.ExitStack() as stack:
             for compiled in self.compiled.values():
                 stack.enter_context(compiled.on())
+            if self.narrow is not None:
+                stack.enter_context(self.narrow.on())
             with self.accelerator.autocast():
                 loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
                 if self.distillation is not None:
                     loss = self.distillation.blend(loss)
             self.accelerator.backward(loss / together)
         return loss.detach()
+
+    def _rehearse(self, batch: Any) -> None:
+        """Model and teacher once on a batch, to see what their layers get; nothing is changed by it."""
+        student, seen = self.view(), []
+        hook = student.register_forward_pre_hook(lambda _, a, k: seen.append((a, k)), with_kwargs=True)
+        try:
+            apart = torch.random.fork_rng([self.accelerator.device])
+            with torch.no_grad(), evaluating(student), self.accelerator.autocast(), apart:
+                self.loss(student, self._laid_out(batch))
+                if self.teacher is not None:
+                    args, kwargs = seen[0]
+                    unwrap(self.teacher)(*args, **{k: v for k, v in kwargs.items() if k != "labels"})
+        finally:
+            hook.remove()
 
     def _update(self) -> None:
         if self.settings.clip is not None:
