@@ -151,6 +151,7 @@ def test_training_with_narrow_convolutions(compiled: bool, monkeypatch: pytest.M
     for ours in (narrow.NONE, (True, True, True)):
         tries: list[Any] = []
         monkeypatch.setattr(narrow, "_KNOWN", {})
+        monkeypatch.setattr(narrow, "DEVICES", ("cuda",))
         monkeypatch.setattr(narrow, "tried", lambda *kind, ours=ours, tries=tries: tries.append(kind) or ours)
         fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True, "graph": True, "compile": compiled}
         model = sw.recover(net(), loader, lr=0.05, epochs=4, teacher=net(), **fast).model
@@ -217,7 +218,7 @@ def test_zeros_are_held_in_a_model_that_accelerate_shards(version: int, tmp_path
     assert "HELD" in done.stdout, done.stderr[-3000:]
 
 
-def narrow() -> nn.Module:
+def slim() -> nn.Module:
     """With a 1x1 kernel, whose gradient cuDNN describes otherwise under channels_last."""
     torch.manual_seed(1)
     return nn.Sequential(
@@ -229,11 +230,11 @@ def narrow() -> nn.Module:
 def losses(graph: bool, given: dict[str, Any], sparse: bool = False) -> tuple[list[float], nn.Module, bool]:
     """The loss of every step, the model, and whether a graph was at work."""
     _, x, y = stripes(272)
-    model = narrow()
+    model = slim()
     if sparse:
         model = sw.mask(model, sw.Budget(sparsity=0.7))
     loader = TensorLoader(x.cuda(), y.cuda(), 32, pad=1)  # 9 batches, the last one smaller
-    teacher = narrow() if given.get("teacher") else None
+    teacher = slim() if given.get("teacher") else None
     settings = Settings(lr=0.02, graph=graph, fused=True, **{k: v for k, v in given.items() if k != "teacher"})
     loop = Loop(model, loader, settings, teacher=teacher)
     found, captured = [], False
@@ -273,7 +274,7 @@ def test_a_graph_trains_as_the_steps_do(given: dict[str, Any], sparse: bool, mon
 def test_more_zeros_without_a_new_capture() -> None:
     _, x, y = stripes()
     loop = Loop(
-        sw.mask(narrow(), sw.Budget(sparsity=0.3)), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True)
+        sw.mask(slim(), sw.Budget(sparsity=0.3)), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True)
     )
     for _ in loop.epoch(0, 0, 16):
         pass
@@ -320,7 +321,7 @@ def test_a_step_that_looks_at_values_goes_on_without_a_graph() -> None:
 
     with pytest.warns(UserWarning, match="cannot be captured"):
         done = sw.recover(
-            narrow(), TensorLoader(x.cuda(), y.cuda(), 32), lr=0.02, epochs=4, graph=True, loss=looking,
+            slim(), TensorLoader(x.cuda(), y.cuda(), 32), lr=0.02, epochs=4, graph=True, loss=looking,
             validate=lambda m: accuracy(m, x, y),
         )  # fmt: skip
     assert done.metric is not None and done.metric > 0.5
@@ -329,7 +330,7 @@ def test_a_step_that_looks_at_values_goes_on_without_a_graph() -> None:
 def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
     loader, _, _ = stripes()
     with pytest.raises(sw.SapwoodError, match="can be captured"):
-        sw.recover(narrow(), loader, lr=0.1, epochs=1, graph=True, optimizer=lambda g, lr: torch.optim.RMSprop(g, lr))
+        sw.recover(slim(), loader, lr=0.1, epochs=1, graph=True, optimizer=lambda g, lr: torch.optim.RMSprop(g, lr))
 
 
 def test_mending_on_the_gpu_is_what_it_is_on_the_cpu() -> None:
@@ -366,7 +367,7 @@ def test_replaying_is_faster_than_launching() -> None:
 
 def test_a_graph_is_dropped_with_its_loop() -> None:
     _, x, y = stripes()
-    loop = Loop(narrow(), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True))
+    loop = Loop(slim(), TensorLoader(x.cuda(), y.cuda(), 32), Settings(0.02, graph=True))
     assert isinstance(loop.graphed, GraphedStep)
     for _ in loop.epoch(0, 0, 8):
         pass

@@ -50,6 +50,8 @@ class Recipe:
     anneal: str = "cosine"
     warmup: float = 0.02
     weight_decay: float = 5e-4
+    decay_all: bool = False
+    """Weight decay on norms and biases, too, as the base had it."""
     clip: float = 1.0
     """The largest norm of the gradient; 0 does not clip."""
     distill: bool = True
@@ -132,6 +134,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "low-rate": {"lr": 0.05},
     "unclipped": {"clip": 0.0},
     "light": {"weight_decay": 2e-4},
+    "decay-all": {"decay_all": True},
     "early": {"until": 0.25},
     "lamp": {"score": "lamp"},
     "iterative": {"schedule": "iterative", "rounds": 3},

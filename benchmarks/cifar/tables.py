@@ -39,18 +39,22 @@ def spread(values: list[float]) -> str:
 
 
 def table(events: Events, split: str) -> Iterator[str]:
-    yield f"| {split} accuracy, last epoch | epochs | fewer MACs | zeros | seeds | accuracy | asked | ms a step |"
-    yield "|" + "---|" * 8
+    head = [f"{split} accuracy, last epoch", "epochs", "fewer MACs", "zeros", "seeds", "accuracy", "against the base"]
+    head += ["asked", "ms a step"]
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
     for name, runs in events.items():
         if "accuracy" not in runs[0] or name.startswith("ablation-"):
             continue
         first = runs[0]
         point = POINTS.get(name.partition("_")[0])
-        asked = f"{point.target}" if point is not None and point.target else ""
+        asked = f"{point.target}" if split == "test" and point is not None and point.target else ""
+        lost = statistics.mean(r["accuracy"] - r["base"] for r in runs)
         steps = [r["ms_per_step"] for r in runs if "ms_per_step" in r]
         cells = [
             name, f"{first['epochs']:g}", f"{first['fewer_macs']:.2f}", f"{first['sparsity']:.1%}", str(len(runs)),
-            spread([r["accuracy"] for r in runs]), asked, f"{statistics.mean(steps):.2f}" if steps else "",
+            spread([r["accuracy"] for r in runs]), f"{lost:+.2f}", asked,
+            f"{statistics.mean(steps):.2f}" if steps else "",
         ]  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
 

@@ -207,12 +207,20 @@ class Run:
         if self.device.type == "cuda":
             fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True}
             fast |= {"graph": place.graph, "compile": place.compile}
+        if r.decay_all:
+            fast["optimizer"] = self.optimizer
         validate = None if place.split == "test" else self.look
         return {
             "lr": r.lr, "epochs": r.epochs, "fraction": 1.0, "rate": r.rate, "anneal": r.anneal, "warmup": r.warmup,
             "weight_decay": r.weight_decay, "clip": r.clip or None, "seed": self.seed, "marks": MARKS,
             "validate": validate, "on_step": self.on_step, **fast,
         }  # fmt: skip
+
+    def optimizer(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """As ``recover`` makes it, with weight decay on all."""
+        everything = [{**g, "weight_decay": self.recipe.weight_decay} for g in groups]
+        fused = self.device.type == "cuda"
+        return torch.optim.SGD(everything, lr=lr, momentum=0.9, nesterov=True, fused=fused)
 
     # what is told
 

@@ -24,7 +24,8 @@ NONE: Ours = (False, False, False)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
-DEVICES = ("cuda",)
+DEVICES: tuple[str, ...] = ()
+"""Where they are tried: nowhere yet, until a GPU has run the tests of them (tests/test_gpu_training.py)."""
 GAIN, ERROR = 0.9, 0.02
 """Ours are taken when they take at most this share of the time, and differ by no more than this."""
 _KNOWN: dict[tuple[Any, ...], Ours] = {}
@@ -97,6 +98,8 @@ class NarrowConvolutions:
     def look(self, call: Callable[[], Any]) -> None:
         """See what the convolutions get while ``call`` runs, and try each kind. What it raises is of no matter here."""
         self.looked = True
+        if not self.seen or not DEVICES:
+            return
         hooks = [m.register_forward_pre_hook(self._note) for m in self.seen]
         try:
             call()

@@ -83,9 +83,12 @@ def _power(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def _per(channels: int, wide: int) -> int:
-    """Columns of a window that are read at once: one where that is whole vectors, else all."""
-    return 1 if channels % 16 == 0 else wide
+def _per(channels: int, wide: int, summed: bool = False) -> int:
+    """Columns of a window that are read at once, by counting instructions: one, unless a row is as short as that.
+
+    Where pixels are ``summed``, a row that is read in whole vectors saves reading the gradient again.
+    """
+    return wide if wide * channels <= 16 or (summed and channels % 8 == 0) else 1
 
 
 def _last(*tensors: Tensor) -> list[Tensor]:
@@ -121,7 +124,7 @@ def weights(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     x, grad = _last(x, grad)
     images, channels, height, width = x.shape
     made, _, high, wide = weight.shape
-    pixels, per = images * height * width, wide
+    pixels, per = images * height * width, _per(channels, wide, summed=True)
     chunk = triton.cdiv(triton.cdiv(pixels, CHUNKS), TILE) * TILE
     parts = torch.empty((triton.cdiv(pixels, chunk), made, high, wide, channels), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
