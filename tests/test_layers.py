@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import sapwood
@@ -60,3 +62,10 @@ def test_stages_import_only_earlier_ones() -> None:
 def test_files_stay_small() -> None:
     long = {str(p.relative_to(ROOT)): n for p in ROOT.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
     assert not long, f"split these: {long}"
+
+
+def test_compilers_are_imported_by_those_who_compile() -> None:
+    """They take longer than everything else together, and every command would wait for them."""
+    code = "import sys, sapwood; print([m for m in sys.modules if m in ('torch._dynamo', 'torch._inductor')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.config
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -167,6 +165,8 @@ def _compiled(model: nn.Module, inputs: Inputs, freeze: bool) -> Runner:
 @contextlib.contextmanager
 def _compiling(freeze: bool) -> Iterator[None]:
     """Variants share their forward's code: how often that may be compiled is no reason to stop."""
+    import torch._inductor.config  # a second of importing, for those who compile
+
     frozen = torch._inductor.config.patch(freezing=freeze)  # weights are constants: packed once
     patient = torch._dynamo.config.patch(
         suppress_errors=False, recompile_limit=10**4, accumulated_recompile_limit=10**6
