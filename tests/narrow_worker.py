@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -60,8 +58,10 @@ def models(compiled: bool) -> None:
         model(x).sum().backward()
         wanted = {n: p.grad for n, p in model.named_parameters()}
         found = narrow.NarrowConvolutions(model)
-        found.look(partial(model, x))
-        assert len(found.chosen) == 1 + 3 * 2 and found.looked
+        before = torch.get_rng_state()
+        with found.look():
+            model(x)
+        assert len(found.chosen) == 1 + 3 * 2 and found.looked and torch.equal(before, torch.get_rng_state())
         blocks = Compiled(model)
         model.zero_grad(set_to_none=True)
         torch._dynamo.utils.counters.clear()
@@ -75,11 +75,26 @@ def models(compiled: bool) -> None:
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None and wanted[name] is not None
             assert (parameter.grad - wanted[name]).norm() <= 0.02 * wanted[name].norm(), name
+        with found.on():
+            assert torch.equal(model(x[:1]), model(x[:1].clone())) and model(x[:0]).shape[0] == 0  # other sizes
+            (slope,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+            slope.float().pow(2).sum().backward()  # gradients of gradients
         assert not any("_conv_forward" in vars(m) for m in model.modules())
+
+
+def mixed() -> None:
+    """A layer that gets inputs of two kinds is left alone."""
+    layer = nn.Conv2d(4, 4, 3, padding=1).half()
+    found = narrow.NarrowConvolutions(layer)
+    with found.look():
+        layer(half(2, 4, 5, 5))
+        layer(half(2, 4, 5, 5)[0])
+    assert found.looked and found.chosen == {}
 
 
 if __name__ == "__main__":
     products()
     models(compiled=False)
     models(compiled=True)
+    mixed()
     print("all right")

@@ -121,7 +121,7 @@ def test_compiled_blocks_train_on_the_gpu(graph: bool) -> None:
 @pytest.mark.parametrize(
     ("images", "c", "o", "height", "width", "high", "wide"),
     [(64, 16, 16, 32, 32, 3, 3), (3, 7, 5, 6, 9, 3, 3), (5, 3, 64, 17, 16, 3, 3), (2, 33, 40, 4, 4, 3, 3),
-     (1, 1, 1, 1, 1, 3, 3), (4, 48, 64, 8, 8, 1, 3)],
+     (1, 1, 1, 1, 1, 3, 3), (40, 48, 64, 32, 32, 1, 3), (40, 64, 64, 32, 32, 3, 3)],
 )  # fmt: skip
 def test_narrow_convolutions_are_the_same_function(
     images: int, c: int, o: int, height: int, width: int, high: int, wide: int, dtype: torch.dtype
@@ -159,6 +159,19 @@ def test_training_with_narrow_convolutions(compiled: bool, monkeypatch: pytest.M
         assert accuracy(model, x, y) > 0.9
         ends.append(model.state_dict()["0.weight"])
     torch.testing.assert_close(*ends, rtol=0.1, atol=0.02)
+
+
+def test_narrow_kernels_are_tried_beside_a_loader_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying captures graphs; threads that pin memory meanwhile must not fail by it."""
+    monkeypatch.setattr(narrow, "DEVICES", ("cuda",))
+    monkeypatch.setattr(narrow, "_KNOWN", {})
+    loader = DataLoader(stripes()[0].dataset, 32, shuffle=True, num_workers=2, pin_memory=True, drop_last=True)
+    before = torch.cuda.get_rng_state()
+    kinds = [(torch.device("cuda", 0), torch.bfloat16, (64, 16, 32, 32), (16, 16, 3, 3))]
+    assert all(len(narrow.tried(*kind)) == 3 for kind in kinds) and torch.equal(before, torch.cuda.get_rng_state())
+    fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True, "graph": True}
+    sw.recover(net(), loader, lr=0.05, epochs=2, **fast)
+    assert len(narrow._KNOWN) == 2
 
 
 def test_a_model_may_be_moved_after_hold() -> None:

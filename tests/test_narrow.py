@@ -29,17 +29,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sapwood.recovery import narrow_kernels as kernels
 
-for capability in (80, 90):
-    for channels, made, per in ((16, 16, 1), (7, 16, 3), (64, 33, 1)):
-        sizes = dict(HEIGHT=32, WIDTH=32, HIGH=3, WIDE=3, C=channels, MADE=made, M=128, PER=per)
-        sizes |= dict(N=kernels._power(made), K=kernels._power(per * channels), BACK=True, CHUNK=1024)
+for capability, most in ((80, 163 * 1024), (90, 227 * 1024)):
+    for channels, made, wide in ((16, 16, 3), (7, 16, 3), (64, 33, 3), (64, 64, 3), (40, 64, 3), (64, 64, 9)):
         for kernel in (kernels._product, kernels._weights):
+            per = kernels._per(channels, wide, summed=kernel is kernels._weights)
+            sizes = dict(HEIGHT=32, WIDTH=32, HIGH=3, WIDE=wide, C=channels, MADE=made, M=kernels.TILE, PER=per)
+            sizes |= dict(N=kernels._power(made), K=kernels._power(per * channels), BACK=True, CHUNK=1024)
             names = kernel.arg_names
             kinds = {n: "constexpr" if n in sizes else "i32" if n == "pixels" else "*bf16" for n in names}
             kinds |= {"parts": "*fp32"} if "parts" in names else {}
             fixed = {(names.index(n),): v for n, v in sizes.items() if n in names}
-            made_of = compile(ASTSource(kernel, kinds, fixed), target=GPUTarget("cuda", capability, 32))
-            assert len(made_of.asm["cubin"]) > 1000
+            whole = {(names.index(n),): [["tt.divisibility", 16]] for n, k in kinds.items() if k[0] == "*"}
+            source = ASTSource(kernel, kinds, fixed, whole)
+            done = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 3})
+            assert done.metadata.shared <= most, (capability, channels, made, wide, done.metadata.shared)
 print("all right")
 """
 
@@ -72,9 +75,22 @@ def test_what_is_tried(layer: nn.Module, taken: bool) -> None:
     assert narrow.is_narrow(layer) is taken
 
 
-def test_on_a_cpu_and_where_a_look_fails_nothing_changes() -> None:
+@pytest.mark.parametrize("devices", [(), ("cuda",)])
+def test_on_a_cpu_nothing_changes(devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "DEVICES", devices)
     layer = nn.Conv2d(4, 4, 3, padding=1)
-    for call in (lambda: layer(torch.randn(1, 4, 5, 5)), lambda: layer("no image")):
-        found = narrow.NarrowConvolutions(layer)
-        found.look(call)
-        assert found.chosen == {} and found.looked and not layer._forward_pre_hooks
+    found = narrow.NarrowConvolutions(layer)
+    assert found.looked is not bool(devices)
+    with found.look():
+        layer(torch.randn(1, 4, 5, 5))
+    assert found.looked and found.chosen == {} and not layer._forward_pre_hooks
+    assert found.seen == ({layer: {None}} if devices else {})
+
+
+def test_a_step_that_fails_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "DEVICES", ("cuda",))
+    layer = nn.Conv2d(4, 4, 3, padding=1)
+    found = narrow.NarrowConvolutions(layer)
+    with pytest.raises(RuntimeError), found.look():
+        layer(torch.randn(1, 5, 5, 5))
+    assert not layer._forward_pre_hooks and not found.looked

@@ -304,6 +304,7 @@ def test_pack_and_unpack_are_exact() -> None:
     assert all(torch.equal(t, before[n]) for n, t in again.state_dict().items())
     sw.hold(again)  # and its zeros are still known as a mask
     assert "zeros=8" in repr(packed)
+    assert sw.sparsity(packed[0]).layers.keys() == {"weight"}
     assert str(sw.sparsity(packed)).splitlines()[-1] == str(sw.sparsity(model)).splitlines()[-1]
 
 

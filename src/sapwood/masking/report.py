@@ -42,8 +42,9 @@ def sparsity(model: nn.Module) -> Sparsity:
         for n, w in weights.items()
     }
     for name, module in unwrap(model).named_modules():
-        counted = getattr(module, "zeros", None)
-        if isinstance(counted, tuple):  # a packed layer counts its own
-            zeros, whole = counted
-            layers[f"{name}.weight"] = Sparsity(zeros, whole, {}, noted.get(plain_name(f"{name}.weight"), ""))
+        counted = getattr(module, "sapwood_zeros", None)
+        if counted is not None:  # a packed layer counts its own
+            zeros, whole = counted()
+            weight = f"{name}.weight".lstrip(".")
+            layers[weight] = Sparsity(zeros, whole, {}, noted.get(plain_name(weight), ""))
     return Sparsity(sum(s.zeros for s in layers.values()), sum(s.weights for s in layers.values()), layers)

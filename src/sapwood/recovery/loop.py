@@ -29,7 +29,6 @@ from sapwood.recovery.narrow import NarrowConvolutions
 from sapwood.recovery.regions import Compiled
 from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
-from sapwood.surgery.check import evaluating
 from sapwood.surgery.optimizer import cut_optimizer
 from sapwood.types import Plan
 
@@ -100,8 +99,7 @@ class Loop:
         if self.settings.graph:
             inner, processes = self.optimizer.optimizer, self.accelerator.num_processes
             self.graphed = graphed(self._whole_step, inner, self.accelerator.device, processes)
-            if self.settings.channels_last and self.settings.mixed_precision == "bf16":
-                self.narrow = NarrowConvolutions(model, *([] if self.teacher is None else [self.teacher]))
+            self.narrow = self._narrow() if self.graphed is not None else None
         self.rehold()
 
     def _compiled(self, name: str, model: nn.Module) -> nn.Module:
@@ -179,14 +177,13 @@ class Loop:
                 losses = []
 
     def _gradients(self, batch: Any, together: int) -> torch.Tensor:
-        if self.narrow is not None and not self.narrow.looked:
-            self.narrow.look(lambda: self._rehearse(batch))
         self.model.train()
         with contextlib.ExitStack() as stack:
-            for compiled in self.compiled.values():
-                stack.enter_context(compiled.on())
-            if self.narrow is not None:
-                stack.enter_context(self.narrow.on())
+            if self.narrow is not None and not self.narrow.looked:
+                stack.enter_context(self.narrow.look())  # a step as it is
+            else:
+                for part in self._faster():
+                    stack.enter_context(part)
             with self.accelerator.autocast():
                 loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
                 if self.distillation is not None:
@@ -194,19 +191,18 @@ class Loop:
             self.accelerator.backward(loss / together)
         return loss.detach()
 
-    def _rehearse(self, batch: Any) -> None:
-        """Model and teacher once on a batch, to see what their layers get; nothing is changed by it."""
-        student, seen = self.view(), []
-        hook = student.register_forward_pre_hook(lambda _, a, k: seen.append((a, k)), with_kwargs=True)
-        try:
-            apart = torch.random.fork_rng([self.accelerator.device])
-            with torch.no_grad(), evaluating(student), self.accelerator.autocast(), apart:
-                self.loss(student, self._laid_out(batch))
-                if self.teacher is not None:
-                    args, kwargs = seen[0]
-                    unwrap(self.teacher)(*args, **{k: v for k, v in kwargs.items() if k != "labels"})
-        finally:
-            hook.remove()
+    def _narrow(self) -> NarrowConvolutions | None:
+        """Where a repeatable run is asked for, nothing is chosen by timing; hooks do not reach a compiled whole."""
+        chosen = self.settings.repeatable or torch.are_deterministic_algorithms_enabled()
+        models = [m for m in (self.model, self.teacher) if m is not None]
+        if chosen or not self.settings.channels_last or self.settings.mixed_precision != "bf16":
+            return None
+        return NarrowConvolutions(*(m for m in models if not hasattr(m, "_orig_mod")))
+
+    def _faster(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        yield from (compiled.on() for compiled in self.compiled.values())
+        if self.narrow is not None and self.graphed is not None and not self.graphed.refused:
+            yield self.narrow.on()
 
     def _update(self) -> None:
         if self.settings.clip is not None:

@@ -20,15 +20,17 @@ from torch import nn
 Tensor = torch.Tensor
 Ours = tuple[bool, bool, bool]
 """Which are ours: the output, the gradient of the input, the gradient of the weight."""
+Kind = tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Device and dtype, sizes of the input and of the weight."""
 NONE: Ours = (False, False, False)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
 DEVICES: tuple[str, ...] = ()
 """Where they are tried: nowhere yet, until a GPU has run the tests of them (tests/test_gpu_training.py)."""
-GAIN, ERROR = 0.9, 0.02
+GAIN, ERROR, REPEATS = 0.9, 0.02, 20
 """Ours are taken when they take at most this share of the time, and differ by no more than this."""
-_KNOWN: dict[tuple[Any, ...], Ours] = {}
+_KNOWN: dict[Kind, Ours] = {}
 
 
 class Narrow(torch.autograd.Function):
@@ -45,15 +47,13 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        wanted = [need and not own for need, own in zip(ctx.needs_input_grad[:2], ctx.ours[1:], strict=True)]
-        left, right = None, None
-        if any(wanted):
-            left, right, _ = torch.ops.aten.convolution_backward(
-                grad, x, weight, None, [1, 1], _padding(weight), [1, 1], False, [0, 0], 1, [*wanted, False]
-            )
-        if ctx.needs_input_grad[0] and ctx.ours[1]:
+        needed = ctx.needs_input_grad[:2]
+        ours = (False, False) if torch.is_grad_enabled() else ctx.ours[1:]  # gradients of gradients are PyTorch's
+        wanted = [need and not own for need, own in zip(needed, ours, strict=True)]
+        left, right = _theirs(grad, x, weight, wanted) if any(wanted) else (None, None)
+        if needed[0] and ours[0]:
             left = torch.ops.sapwood.narrow_product(grad, weight, True)
-        if ctx.needs_input_grad[1] and ctx.ours[2]:
+        if needed[1] and ours[1]:
             right = torch.ops.sapwood.narrow_weights(x, grad, weight)
         return left, right, None
 
@@ -62,16 +62,26 @@ def _padding(weight: Tensor) -> list[int]:
     return [weight.shape[2] // 2, weight.shape[3] // 2]
 
 
+def _theirs(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+    """The gradients of input and weight, as far as wanted."""
+    places: Any = (None, [1, 1], _padding(weight), [1, 1], False, [0, 0], 1)
+    return torch.ops.aten.convolution_backward(grad, x, weight, *places, [*wanted, False])[:2]
+
+
 @functools.lru_cache
-def _computed(ours: Ours) -> Callable[..., Tensor]:
-    """In place of ``Conv2d._conv_forward``: one function for all that are alike, so that they are compiled once."""
+def _computed(dtype: torch.dtype, size: tuple[int, ...], ours: Ours) -> Callable[..., Tensor]:
+    """In place of ``Conv2d._conv_forward``: one function for all that are alike, so that they are compiled once.
+
+    Inputs of other sizes than those that were tried go PyTorch's way.
+    """
 
     def narrow(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        out: Tensor = Narrow.apply(x, weight, ours)  # type: ignore[no-untyped-call]
-        return out if bias is None else out + bias.to(out.dtype).view(1, -1, 1, 1)
+            x, weight = (t.to(torch.get_autocast_dtype(x.device.type)) for t in (x, weight))
+        if x.shape == size and x.dtype == weight.dtype == dtype:
+            out: Tensor = Narrow.apply(x, weight, ours)  # type: ignore[no-untyped-call]
+            return out if bias is None else out + bias.to(dtype).view(1, -1, 1, 1)
+        return F.conv2d(x, weight, bias, padding=_padding(weight))
 
     return narrow
 
@@ -90,42 +100,42 @@ class NarrowConvolutions:
     """Those of some models; which kernels are taken is decided once, from a look at their inputs."""
 
     def __init__(self, *models: nn.Module) -> None:
-        found = dict.fromkeys(m for model in models for m in model.modules() if is_narrow(m))
-        self.seen: dict[nn.Module, tuple[Any, ...] | None] = dict.fromkeys(found)
-        self.chosen: dict[nn.Module, Ours] = {}
-        self.looked = False
+        found = [m for model in models for m in model.modules() if is_narrow(m)] if DEVICES else []
+        self.seen: dict[nn.Module, set[Kind | None]] = {m: set() for m in found}
+        self.chosen: dict[nn.Module, Callable[..., Tensor]] = {}
+        self.looked = not found
 
-    def look(self, call: Callable[[], Any]) -> None:
-        """See what the convolutions get while ``call`` runs, and try each kind. What it raises is of no matter here."""
-        self.looked = True
-        if not self.seen or not DEVICES:
-            return
+    @contextlib.contextmanager
+    def look(self) -> Iterator[None]:
+        """See what the convolutions get while this lasts, a training step; after it each kind is tried."""
         hooks = [m.register_forward_pre_hook(self._note) for m in self.seen]
         try:
-            call()
-        except Exception:  # models that compute something else when they do not train
-            self.seen = dict.fromkeys(self.seen)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-        kinds = {kind for kind in self.seen.values() if kind is not None}
-        if len(kinds - _KNOWN.keys()) <= MOST_KINDS and _kernels_load():
-            for kind in kinds - _KNOWN.keys():
-                _KNOWN[kind] = tried(*kind)
-        self.chosen = {m: o for m, kind in self.seen.items() if (o := _KNOWN.get(kind or (), NONE)) != NONE}
+        self.looked = True
+        alike = {m: next(iter(kinds)) for m, kinds in self.seen.items() if len(kinds) == 1}
+        new = {kind for kind in alike.values() if kind is not None} - _KNOWN.keys()
+        if len(new) <= MOST_KINDS and new and _kernels_load():
+            _KNOWN.update({kind: tried(*kind) for kind in new})
+        for module, kind in alike.items():
+            if kind is not None and (ours := _KNOWN.get(kind, NONE)) != NONE:
+                self.chosen[module] = _computed(kind[1], kind[2], ours)
 
     def _note(self, module: Any, args: tuple[Any, ...]) -> None:
         x = args[0]
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        fits = x.dim() == 4 and max(x.numel(), x.numel() // x.shape[1] * module.out_channels) < 2**31
-        good = fits and x.device.type in DEVICES and dtype in (torch.bfloat16, torch.float16)
-        self.seen[module] = (x.device, dtype, tuple(x.shape), tuple(module.weight.shape)) if good else None
+        good = x.dim() == 4 and x.device.type in DEVICES and dtype in (torch.bfloat16, torch.float16)
+        good = good and 0 < x.numel() // x.shape[1] * max(x.shape[1], module.out_channels) < 2**31
+        kind = (x.device, dtype, tuple(x.shape), tuple(module.weight.shape))
+        self.seen[module].add(kind if good else None)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Computed so while this lasts."""
-        for module, ours in self.chosen.items():
-            vars(module)["_conv_forward"] = _computed(ours)
+        for module, computed in self.chosen.items():
+            vars(module)["_conv_forward"] = computed
         try:
             yield
         finally:
@@ -143,32 +153,47 @@ def _kernels_load() -> bool:
 
 
 def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], window: tuple[int, ...]) -> Ours:
-    """Which of the three are faster by our kernels, on inputs and weights of these sizes."""
-    from triton.testing import do_bench_cudagraph
+    """Which of the three are faster by our kernels; what cannot be compiled or run here is not."""
+    dice = torch.Generator(device).manual_seed(0)  # the training's own random numbers stay as they are
 
     def some(*shape: int) -> Tensor:
-        made: Tensor = torch.randn(shape, device=device) / window[1] ** 0.5
-        return made.to(dtype).contiguous(memory_format=torch.channels_last)
+        made = torch.randn(shape, device=device, dtype=dtype, generator=dice)
+        return made.contiguous(memory_format=torch.channels_last)
 
-    x, weight, kernels = some(*size), some(*window), torch.ops.sapwood
-    grad = some(size[0], window[0], *size[2:])
-    padding = _padding(weight)
-
-    def back(wanted: list[bool]) -> Any:
-        places: Any = ([1, 1], padding, [1, 1], False, [0, 0], 1)
-        return torch.ops.aten.convolution_backward(grad, x, weight, None, *places, [*wanted, False])
-
-    pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = [
-        (lambda: F.conv2d(x, weight, padding=padding), lambda: kernels.narrow_product(x, weight, False)),
-        (lambda: back([True, False])[0], lambda: kernels.narrow_product(grad, weight, True)),
-        (lambda: back([False, True])[1], lambda: kernels.narrow_weights(x, grad, weight)),
-    ]
     found = []
-    for theirs, ours in pairs:
-        try:
-            wanted, got = theirs().float(), ours().float()
-            right = bool((wanted - got).norm() <= ERROR * wanted.norm())
-            found.append(right and do_bench_cudagraph(ours, rep=10) <= GAIN * do_bench_cudagraph(theirs, rep=10))
-        except Exception:  # what cannot be compiled or run here is not taken
+    with contextlib.suppress(Exception):
+        x, weight, kernels = some(*size), some(*window), torch.ops.sapwood
+        grad = some(size[0], window[0], *size[2:])
+        pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = [
+            (lambda: F.conv2d(x, weight, padding=_padding(weight)), lambda: kernels.narrow_product(x, weight, False)),
+            (lambda: _theirs(grad, x, weight, [True, False])[0], lambda: kernels.narrow_product(grad, weight, True)),
+            (lambda: _theirs(grad, x, weight, [False, True])[1], lambda: kernels.narrow_weights(x, grad, weight)),
+        ]
+        for theirs, ours in pairs:
             found.append(False)
-    return found[0], found[1], found[2]
+            with contextlib.suppress(Exception):
+                wanted, got = theirs().float(), ours().float()
+                right = bool((wanted - got).norm() <= ERROR * wanted.norm())
+                found[-1] = right and _ms(ours, device) <= GAIN * _ms(theirs, device)
+    return (found[0], found[1], found[2]) if len(found) == 3 else NONE
+
+
+def _ms(call: Callable[[], Any], device: torch.device) -> float:
+    """The time of a call in a graph, where launching costs nothing; the least of a few."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    times: list[float] = []
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # loaders' threads go on
+            for _ in range(REPEATS):
+                call()
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / REPEATS)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return min(times)

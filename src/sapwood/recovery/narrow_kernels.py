@@ -86,9 +86,11 @@ def _power(size: int) -> int:
 def _per(channels: int, wide: int, summed: bool = False) -> int:
     """Columns of a window that are read at once, by counting instructions: one, unless a row is as short as that.
 
-    Where pixels are ``summed``, a row that is read in whole vectors saves reading the gradient again.
+    Where pixels are ``summed``, a row that is read in whole vectors saves reading the gradient again, as long as what
+    is under way fits into shared memory.
     """
-    return wide if wide * channels <= 16 or (summed and channels % 8 == 0) else 1
+    whole = summed and channels % 8 == 0 and _power(wide * channels) <= 128
+    return wide if wide * channels <= 16 or whole else 1
 
 
 def _last(*tensors: Tensor) -> list[Tensor]:

@@ -59,11 +59,10 @@ class SparseLinear(nn.Module):
         """Unpacked, a new tensor at each call; for code that looks at it."""
         return dense(self.packed)
 
-    @property
-    def zeros(self) -> tuple[int, int]:
+    def sapwood_zeros(self) -> tuple[int, int]:
         """How many of how many weights are zero; what ``sparsity`` reads."""
         weights = self.in_features * self.out_features
-        return weights - int(self.values.count_nonzero()), weights
+        return 0 if self.values.is_meta else weights - int(self.values.count_nonzero()), weights
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.keep_dense and x.numel() // max(self.in_features, 1) > self._most:
@@ -79,7 +78,7 @@ class SparseLinear(nn.Module):
         return self._dense
 
     def extra_repr(self) -> str:
-        zeros, weights = self.zeros
+        zeros, weights = self.sapwood_zeros()
         kept = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{kept}, zeros={zeros / max(1, weights):.0%}, most={self._most}"
 
