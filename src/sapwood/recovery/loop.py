@@ -193,11 +193,11 @@ class Loop:
 
     def _narrow(self) -> NarrowConvolutions | None:
         """Where a repeatable run is asked for, nothing is chosen by timing; hooks do not reach a compiled whole."""
-        chosen = self.settings.repeatable or torch.are_deterministic_algorithms_enabled()
-        models = [m for m in (self.model, self.teacher) if m is not None]
-        if chosen or not self.settings.channels_last or self.settings.mixed_precision != "bf16":
+        fixed = self.settings.repeatable or torch.are_deterministic_algorithms_enabled()
+        if fixed or not self.settings.channels_last or self.settings.mixed_precision != "bf16":
             return None
-        return NarrowConvolutions(*(m for m in models if not hasattr(m, "_orig_mod")))
+        models = [m for m in (self.model, self.teacher) if m is not None and not hasattr(m, "_orig_mod")]
+        return NarrowConvolutions(*models)
 
     def _faster(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         yield from (compiled.on() for compiled in self.compiled.values())
