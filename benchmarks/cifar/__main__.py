@@ -54,6 +54,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=0, help="images, for a try")
     parser.add_argument("--blocks", type=int, default=9, help="a smaller network, for a try")
     parser.add_argument("--speed", nargs="*", metavar="SWITCHES")
+    parser.add_argument("--profile", action="store_true", help="with --speed: by kernel")
     parser.add_argument("--together", type=int, default=1, help="processes that measure their speed side by side")
     parser.add_argument("--beside", default="alone", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=200)
@@ -77,8 +78,12 @@ def main(words: list[str] | None = None) -> int:
         print(tables.write(given.out))
         return 0
     if given.speed is not None:
-        from benchmarks.cifar.speed import measure
+        from benchmarks.cifar.speed import measure, profile
 
+        if given.profile:
+            for name, taught in itertools.product(given.speed, (False, True)):
+                profile(place, name, taught)
+            return 0
         if given.together <= 1 or given.one is not None:
             measure(place, given.steps, given.speed, given.one or 0, given.beside)
             return 0

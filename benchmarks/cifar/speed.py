@@ -48,6 +48,30 @@ def one(run: Run, switches: dict[str, Any], taught: bool, sparse: bool, steps: i
     return {"ms_per_step": round(statistics.median(per_step), 3), "set_up_s": round(times[0] - began, 1)}
 
 
+def profile(place: Place, name: str, taught: bool, steps: int = 20) -> None:
+    """Where the time of a step goes, by kernel, alone on the device."""
+    run, took = Run("speed", Recipe(), 0, place), {}
+    recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def on_step(step: int, total: int) -> None:
+        if step == total - steps - 1:
+            torch.cuda.synchronize()
+            recorder.start()
+        if step == total - 1:
+            torch.cuda.synchronize()
+            recorder.stop()
+
+    loader, teacher = run.loader(), run.dense() if taught else None
+    sw.recover(
+        run.dense(), loader, lr=0.01, epochs=100 / len(loader), teacher=teacher, on_step=on_step, **SWITCHES[name]
+    )
+    for event in recorder.key_averages():
+        took[event.key] = (event.self_device_time_total / steps, event.count / steps)
+    print(f"{name}{', teacher' if taught else ''}: {sum(t for t, _ in took.values()) / 1000:.2f} ms a step in kernels")
+    for key, (us, count) in sorted(took.items(), key=lambda pair: -pair[1][0])[:45]:
+        print(f"{us:8.1f} us {count:6.1f} x {us / max(count, 1e-9):7.1f}  {key[:110]}", flush=True)
+
+
 def measure(place: Place, steps: int, which: list[str], seed: int = 0, beside: str = "alone") -> None:
     """``which`` switches, all unless some are named; ``beside`` says what else runs on the device."""
     run, taught = Run("speed", Recipe(), seed, place), (False, True)

@@ -26,7 +26,7 @@ NONE: Ours = (False, False, False)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
-DEVICES: tuple[str, ...] = ()
+DEVICES: tuple[str, ...] = ("cuda",)
 """Where they are tried: nowhere yet, until a GPU has run the tests of them (tests/test_gpu_training.py)."""
 GAIN, ERROR, REPEATS = 0.9, 0.02, 20
 """Ours are taken when they take at most this share of the time, and differ by no more than this."""

@@ -100,15 +100,20 @@ def _last(*tensors: Tensor) -> list[Tensor]:
 @torch.library.custom_op("sapwood::narrow_product", mutates_args=())
 def product(x: Tensor, weight: Tensor, back: bool) -> Tensor:
     """The output of a convolution that keeps sizes; with ``back`` the gradient of its input from that of its output."""
+    return product_with(x, weight, back, TILE, _per(x.shape[1], weight.shape[3]))
+
+
+def product_with(x: Tensor, weight: Tensor, back: bool, tile: int, per: int, warps: int = 4) -> Tensor:
+    """With settings: pixels of a block, columns of a window that are read at once, warps of a block."""
     x, weight = _last(x, weight)
     images, channels, height, width = x.shape
     high, wide = weight.shape[2:]
     out: Tensor = _like(x, weight, back)
-    made, pixels, per = out.shape[1], images * height * width, _per(channels, wide)
+    made, pixels = out.shape[1], images * height * width
     with torch.cuda.device_of(x):
-        _product[(triton.cdiv(pixels, TILE),)](
+        _product[(triton.cdiv(pixels, tile),)](
             x, weight, out, pixels, height, width, high, wide, channels, made, back, per,
-            TILE, _power(made), _power(per * channels), num_warps=4,
+            tile, _power(made), _power(per * channels), num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -123,16 +128,23 @@ def _like(x: Any, weight: Any, back: bool) -> Tensor:
 @torch.library.custom_op("sapwood::narrow_weights", mutates_args=())
 def weights(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the weight, from that of the output."""
+    return weights_with(x, grad, weight, TILE, _per(x.shape[1], weight.shape[3], summed=True), CHUNKS)
+
+
+def weights_with(
+    x: Tensor, grad: Tensor, weight: Tensor, tile: int, per: int, chunks: int, warps: int = 4, stages: int = 3
+) -> Tensor:
+    """With settings, as above; the sum over pixels is made in so many chunks."""
     x, grad = _last(x, grad)
     images, channels, height, width = x.shape
     made, _, high, wide = weight.shape
-    pixels, per = images * height * width, _per(channels, wide, summed=True)
-    chunk = triton.cdiv(triton.cdiv(pixels, CHUNKS), TILE) * TILE
+    pixels = images * height * width
+    chunk = triton.cdiv(triton.cdiv(pixels, chunks), tile) * tile
     parts = torch.empty((triton.cdiv(pixels, chunk), made, high, wide, channels), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _weights[(len(parts), high * wide // per)](
             x, grad, parts, pixels, chunk, height, width, high, wide, channels, made, per,
-            TILE, _power(made), _power(per * channels), num_warps=4, num_stages=3,
+            tile, _power(made), _power(per * channels), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return parts.sum(0).to(weight.dtype).permute(0, 3, 1, 2)
 
