@@ -59,17 +59,16 @@ def calls_of(kind: str, images: int, settings: bool) -> dict[str, dict[str, Call
         },
     }
     if settings:
-        for tile, per, warps in itertools.product((64, 128, 256), (1, 3), (2, 4, 8)):
-            for product, left, back in ((PRODUCTS[0], x, False), (PRODUCTS[1], grad, True)):
-                if per * left.shape[1] <= 128:
-                    found[product][f"tile {tile}, per {per}, warps {warps}"] = (
-                        lambda left=left, back=back, s=(tile, per, warps): ours.product_with(left, weight, back, *s)
-                    )
-        for tile, per, chunks, warps in itertools.product((64, 128), (1, 3), (132, 264, 528, 1056), (2, 4)):
-            if per * channels <= 128:
-                found[PRODUCTS[2]][f"tile {tile}, per {per}, chunks {chunks}, warps {warps}"] = (
-                    lambda s=(tile, per, chunks, warps): ours.weights_with(x, grad, weight, *s)
-                )
+        for sizes in itertools.product((1, 2, 4, 8, 16), (4, 8)):
+            name = "eights {}, warps {}".format(*sizes)
+            if sizes[0] * made <= 256:
+                found[PRODUCTS[0]][name] = lambda s=sizes: ours.product_with(x, weight, False, *s)
+            if sizes[0] * channels <= 256:
+                found[PRODUCTS[1]][name] = lambda s=sizes: ours.product_with(grad, weight, True, *s)
+        for pixels, blocks in itertools.product((64, 128, 256, 512), (1, 2, 3, 4)):
+            found[PRODUCTS[2]][f"pixels {pixels}, blocks {blocks}"] = lambda s=(pixels, blocks): ours.weights_with(
+                x, grad, weight, *s
+            )
     return found
 
 

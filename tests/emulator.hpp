@@ -46,6 +46,7 @@ template <class T> static T __ldcs(const T *at) {
     return *at;
 }
 template <class T> static T __ldcg(const T *at) { return __ldcs(at); }
+template <class T> static T __ldg(const T *at) { return __ldcs(at); }
 
 // ---- fibers ----
 static std::vector<ucontext_t> fibers;
@@ -147,6 +148,7 @@ static u16 to_brain(float value) {
     return value != value ? 0x7fff : (u16)((raw + 0x7fff + (raw >> 16 & 1)) >> 16);
 }
 static void remember(u32 &) {}
+static void remember(const u16 *&) {}
 template <int MANY> static void fewer_registers() {}
 template <int MANY> static void more_registers() {}
 constexpr bool TURNS = true;

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +12,8 @@ import torch
 
 from sapwood.sparse import cuda
 from sapwood.sparse.format import Packed, pack_weight
+from tests.emulated import Emulated, emulated
 
-HERE = Path(__file__).parent
 SHAPES = (
     *("0, 1, 1, 16, 16, 2, 0", "1, 2, 4, 1, 16, 1, 0", "0, 4, 2, 1, 16, 1, 1", "1, 8, 1, 1, 16, 1, 1"),
     *("1, 8, 4, 1, 16, 1, 1", "1, 8, 2, 1, 16, 1, 1", "0, 16, 4, 1, 16, 1, 1", "0, 16, 1, 2, 16, 1, 1"),
@@ -33,67 +29,15 @@ NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-22}
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """All kernels in one library: ``run(number, grid, cluster, threads, bytes, arguments)``."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
+    """All kernels in one library."""
     apart = {name: cuda.FILES[name][2:] for name in ("sparse_linear", "sparse_tiles", "unpack")}
     parts = [f"namespace in_{name} {{\n{_read(files)}\n}}\nusing in_{name}::{name};" for name, files in apart.items()]
     text = "\n".join([_read(("common.cu",)), *parts, "using in_unpack::sum_parts;"])
-    calls = "\n".join(f"case {n}: {name}({_arguments(name, text)}); break;" for n, name in enumerate(NAMES))
-    text += f"""
-static void **given;
-static int chosen;
-template <class T> static T arg(int i) {{ return *static_cast<T *>(given[i]); }}
-static void call() {{ switch (chosen) {{ {calls} }} }}
-extern "C" void run(int which, int across, int down, int cluster_across, int cluster_down, int threads, int bytes,
-                    void **arguments, long *counts) {{
-    chosen = which, given = arguments, fetched = cycles = 0;
-    run_grid(across, down, Place{{(unsigned)cluster_across, (unsigned)cluster_down, 1}}, threads, bytes, call);
-    counts[0] = fetched, counts[1] = cycles;
-}}"""
-    at = tmp_path_factory.mktemp("emulated")
-    (at / "kernels.cpp").write_text(f'#include "{HERE / "emulator.hpp"}"\n{text}')
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "kernels.cpp", "-o", "kernels.so"]
-    done = subprocess.run(command, cwd=at, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(at / "kernels.so"))
+    return emulated(text, NAMES, tmp_path_factory.mktemp("emulated"))
 
 
 def _read(files: tuple[str, ...]) -> str:
     return "\n".join((cuda.SOURCES / name).read_text() for name in files)
-
-
-def _arguments(name: str, text: str) -> str:
-    """Each as its own type, from the kernel's signature."""
-    found = re.search(rf"\b{name.partition('<')[0]}\(([^)]*)\)\s*{{", text)
-    assert found is not None
-    types = [" ".join(part.split()[:-1]) + "*" * part.split()[-1].count("*") for part in found[1].split(",")]
-    return ", ".join(f"arg<{kind}>({n})" for n, kind in enumerate(types))
-
-
-class Emulated:
-    """In place of ``nvrtc.Kernel``."""
-
-    counts = (ctypes.c_long * 2)()
-
-    def __init__(self, library: Any, name: str) -> None:
-        self.library, self.name = library, name
-
-    def clusters(self, cluster: tuple[int, int], threads: int, shared: int) -> int:
-        return 8 // (cluster[0] * cluster[1])
-
-    def __call__(
-        self, grid: tuple[int, int], threads: int, shared: int, arguments: Any, cluster: tuple[int, int] = (1, 1)
-    ) -> None:
-        held = [_as_c(a) for a in arguments]
-        pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
-        self.library.run(NAMES.index(self.name), *grid, *cluster, threads, shared, pointers, self.counts)
-
-
-def _as_c(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_void_p(0) if value is None else ctypes.c_int(value) if isinstance(value, int) else value
 
 
 @pytest.fixture
@@ -106,7 +50,7 @@ def on_cpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "TILED", 17)
     never = 1 << 20  # as compiled above
     monkeypatch.setattr(cuda, "WAYS", {b: (16, 2 if b == 1 else 1, never if b < 3 else 0, 1) for b in (1, 2, 4, 8, 16)})
-    monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, name))
+    monkeypatch.setattr(cuda, "_kernel", lambda name, device: Emulated(library, NAMES, name))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
 
 

@@ -2,55 +2,160 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from sapwood.recovery import narrow
+from sapwood.errors import SapwoodError
+from sapwood.recovery import narrow, narrow_kernels
+from sapwood.recovery.regions import Compiled
+from tests.emulated import Emulated, emulated
 
-triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-
-
-@triton
-def test_the_kernels_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.narrow_worker"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "all right" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
-
-
-COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from sapwood.recovery import narrow_kernels as kernels
-
-for capability, most in ((80, 163 * 1024), (90, 227 * 1024)):
-    for channels, made, wide in ((16, 16, 3), (7, 16, 3), (64, 33, 3), (64, 64, 3), (40, 64, 3), (64, 64, 9)):
-        for kernel in (kernels._product, kernels._weights):
-            per = kernels._per(channels, wide, summed=kernel is kernels._weights)
-            sizes = dict(HEIGHT=32, WIDTH=32, HIGH=3, WIDE=wide, C=channels, MADE=made, M=kernels.TILE, PER=per)
-            sizes |= dict(N=kernels._power(made), K=kernels._power(per * channels), BACK=True, CHUNK=1024)
-            names = kernel.arg_names
-            kinds = {n: "constexpr" if n in sizes else "i32" if n == "pixels" else "*bf16" for n in names}
-            kinds |= {"parts": "*fp32"} if "parts" in names else {}
-            fixed = {(names.index(n),): v for n, v in sizes.items() if n in names}
-            whole = {(names.index(n),): [["tt.divisibility", 16]] for n, k in kinds.items() if k[0] == "*"}
-            source = ASTSource(kernel, kinds, fixed, whole)
-            done = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 3})
-            assert done.metadata.shared <= most, (capability, channels, made, wide, done.metadata.shared)
-print("all right")
-"""
+SHAPES = [
+    (2, 16, 16, 8, 8, 3, 3), (3, 7, 5, 6, 9, 3, 3), (1, 16, 7, 5, 5, 3, 3), (2, 3, 16, 8, 8, 3, 3),
+    (1, 4, 4, 6, 6, 1, 3), (1, 1, 1, 1, 1, 3, 3), (2, 33, 40, 4, 4, 3, 3), (9, 2, 2, 7, 5, 3, 1),
+    (2, 12, 26, 4, 8, 3, 3), (1, 64, 64, 8, 8, 3, 3), (3, 14, 10, 32, 16, 3, 3), (2, 20, 24, 40, 16, 3, 3),
+]  # fmt: skip
+"""Images, inputs, outputs, height and width of the image and of the window."""
+DTYPES = (torch.bfloat16, torch.float16)
+OF_MODELS = [(2, 3, 8, 6, 6, 3, 3), (2, 8, 7, 6, 6, 3, 3), (2, 7, 8, 6, 6, 3, 3)]
 
 
-@triton
-def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
-    assert done.returncode == 0 and "all right" in done.stdout, done.stderr[-4000:]
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    images, c, o, height, width, high, wide = shape
+    torch.manual_seed(0)
+    sizes = ((images, c, height, width), (o, c, high, wide), (images, o, height, width))
+    return tuple(some(dtype, *size) for size in sizes)
+
+
+def computed(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    products = narrow_kernels.product(x, weight, False), narrow_kernels.product(grad, weight, True)
+    return *products, narrow_kernels.weights(x, grad, weight)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[str]]:
+    """A library with what these tests launch, and the names in it."""
+    names: dict[str, None] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrow_kernels, "_processors", lambda x: 2)
+        patch.setattr(narrow_kernels, "_kernel", lambda name, device: lambda *_: names.setdefault(name))
+        for shape, dtype in [*((s, d) for s in SHAPES for d in DTYPES), *((s, torch.float16) for s in OF_MODELS)]:
+            computed(*operands(shape, dtype))
+    files = (narrow_kernels.SHARED[1], *(narrow_kernels.SOURCES / f for f in ("product.cu", "weights.cu")))
+    text = "\n".join(file.read_text() for file in files)
+    return emulated(text, list(names), tmp_path_factory.mktemp("narrow")), list(names)
+
+
+@pytest.fixture
+def on_cpu(known: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of two multiprocessors."""
+    monkeypatch.setattr(narrow_kernels, "_processors", lambda x: 2)
+    monkeypatch.setattr(narrow_kernels, "_kernel", lambda name, device: Emulated(*known, name))
+    monkeypatch.setattr(narrow, "DEVICES", ("cpu",))
+    monkeypatch.setattr(narrow, "_KNOWN", {})
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, grad = operands(shape, dtype)
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    out = F.conv2d(*wide, padding=(shape[5] // 2, shape[6] // 2))
+    out.backward(grad.double())
+    for got, wanted in zip(computed(x, weight, grad), (out.detach(), *(t.grad for t in wide)), strict=True):
+        assert wanted is not None and got.shape == wanted.shape and got.dtype == dtype
+        assert (got.double() - wanted).norm() <= 0.003 * wanted.norm()
+        assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_is_not_finite_stays_where_it_is() -> None:
+    """Channels beyond the last are zeros: nothing is multiplied by the infinity of the next pixel."""
+    x, weight, grad = operands(SHAPES[1], torch.bfloat16)
+    x[1, 3, 2, 4] = float("inf")
+    wanted = F.conv2d(x.double(), weight.double(), padding=1).isfinite()
+    assert torch.equal(computed(x, weight, grad)[0].isfinite(), wanted)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_tensors_that_do_not_start_at_a_multiple_of_sixteen_bytes() -> None:
+    x, weight, grad = operands(SHAPES[0], torch.bfloat16)
+    apart = [torch.cat([torch.zeros(1).to(t), t.permute(0, 2, 3, 1).flatten()])[1:] for t in (x, weight, grad)]
+    shifted = [a.view(t.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for a, t in zip(apart, (x, weight, grad))]
+    assert all(t.data_ptr() % 16 for t in shifted)
+    for got, wanted in zip(computed(*shifted), computed(x, weight, grad), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_that_do_not_fit_into_shared_memory_are_refused() -> None:
+    with pytest.raises(SapwoodError, match="shared memory"):
+        narrow_kernels.weights(*(some(torch.bfloat16, *s) for s in ((1, 64, 1, 600), (1, 16, 1, 600), (16, 64, 3, 3))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, 7, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(7, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("ours", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
+def test_a_model(ours: narrow.Ours, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part is ours: gradients as before, nothing left on the model; blocks that are alike compile once."""
+    monkeypatch.setattr(narrow, "tried", lambda *kind: ours)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Block(8) for _ in range(3))).half()
+    x = some(torch.float16, 2, 3, 6, 6)
+    model(x).sum().backward()
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    found = narrow.NarrowConvolutions(model)
+    before = torch.get_rng_state()
+    with found.look():
+        model(x)
+    assert len(found.chosen) == 1 + 3 * 2 and found.looked and torch.equal(before, torch.get_rng_state())
+    blocks = Compiled(model)
+    model.zero_grad(set_to_none=True)
+    torch._dynamo.utils.counters.clear()
+    with found.on():
+        if compiled:
+            with blocks.on():
+                model(x).sum().backward()
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        else:
+            model(x).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and wanted[name] is not None
+        assert (parameter.grad - wanted[name]).norm() <= 0.02 * wanted[name].norm(), name
+    with found.on():
+        assert torch.equal(model(x[:1]), model(x[:1].clone())) and model(x[:0]).shape[0] == 0  # other sizes
+        (slope,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+        slope.float().pow(2).sum().backward()  # gradients of gradients
+    assert not any("_conv_forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_layer_that_gets_inputs_of_two_kinds_is_left_alone() -> None:
+    layer = nn.Conv2d(4, 4, 3, padding=1).half()
+    found = narrow.NarrowConvolutions(layer)
+    with found.look():
+        layer(some(torch.float16, 2, 4, 5, 5))
+        layer(some(torch.float16, 2, 4, 5, 5)[0])
+    assert found.looked and found.chosen == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The CUDA kernels of sapwood.sparse through the compiler that users have, for the devices they have."""
+"""The CUDA kernels of sapwood through the compiler that users have, for the devices they have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sapwood.recovery import narrow_kernels
 from sapwood.sparse import cuda
 
 KERNELS = (
@@ -18,6 +19,13 @@ KERNELS = (
         "sparse_linear<2, 4, 1, 2, 32, 1, 1>",
     ),
     *("sum_parts<0>", "unpack<2>"),
+)
+NARROW = (
+    "narrow_product<0, 16, 16, 32, 32, 3, 3, 0, 16, 8>",
+    "narrow_product<1, 7, 64, 9, 9, 3, 3, 1, 4, 8>",
+    "narrow_weights<0, 64, 30, 8, 8, 3, 3, 8>",
+    "narrow_weights<1, 7, 16, 32, 32, 1, 3, 8>",
+    "narrow_sum<0>",
 )
 
 
@@ -38,12 +46,17 @@ def compiler() -> Any:
     ("name", "target"),
     [
         *((k, t) for k in KERNELS for t in ("80", "90a", "120")),
+        *((k, t) for k in NARROW for t in ("80", "90a")),
         *((f"sparse_tiles<{k}>", "90a") for k in ("0, 0", "0, 1", "0, 2", "1, 0", "1, 1", "1, 2")),
     ],
 )
 def test_kernels_compile(compiler: Any, name: str, target: str) -> None:
-    files = cuda.FILES[name.partition("<")[0]]
-    text = "\n".join((cuda.SOURCES / file).read_text() for file in files)
+    kind = name.partition("<")[0]
+    if kind in cuda.FILES:
+        files = [cuda.SOURCES / file for file in cuda.FILES[kind]]
+    else:
+        files = [*narrow_kernels.SHARED, narrow_kernels.SOURCES / narrow_kernels.FILES[kind]]
+    text = "\n".join(file.read_text() for file in files)
     program = ctypes.c_void_p()
     assert compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
     assert compiler.nvrtcAddNameExpression(program, name.encode()) == 0

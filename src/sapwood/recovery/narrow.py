@@ -27,7 +27,7 @@ NONE: Ours = (False, False, False)
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
 DEVICES: tuple[str, ...] = ("cuda",)
-"""Where they are tried: nowhere yet, until a GPU has run the tests of them (tests/test_gpu_training.py)."""
+"""Where they are tried."""
 GAIN, ERROR, REPEATS = 0.9, 0.02, 20
 """Ours are taken when they take at most this share of the time, and differ by no more than this."""
 _KNOWN: dict[Kind, Ours] = {}
@@ -147,9 +147,9 @@ class NarrowConvolutions:
 def _kernels_load() -> bool:
     try:
         importlib.import_module("sapwood.recovery.narrow_kernels")
-    except Exception:  # no Triton, or one that does not fit
+    except Exception:  # a torch that does not fit
         return False
-    return True
+    return not torch.version.hip
 
 
 def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], window: tuple[int, ...]) -> Ours:

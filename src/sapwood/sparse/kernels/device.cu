@@ -37,6 +37,7 @@ __device__ __forceinline__ u16 to_brain(float wide) {
 
 // What is kept in a register, rather than made anew.
 __device__ __forceinline__ void remember(u32 &value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void remember(const u16 *&at) { asm volatile("" : "+l"(at)); }
 
 // Two 16-bit numbers times zero, added up: no number, once one of them was infinite or none.
 template <int KIND> __device__ __forceinline__ u32 spoil(u32 sum, u32 two) {
