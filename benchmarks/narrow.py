@@ -74,7 +74,7 @@ def calls_of(kind: str, images: int, settings: bool) -> dict[str, dict[str, Call
 
 def measured(kind: str, images: int, settings: bool) -> dict[str, Any]:
     from sapwood.measurement.clock import alone
-    from sapwood.recovery.narrow import _ms
+    from sapwood.recovery.narrow import milliseconds
 
     device, found = torch.device("cuda", 0), {}
     torch.backends.cudnn.benchmark = True
@@ -93,7 +93,8 @@ def measured(kind: str, images: int, settings: bool) -> dict[str, Any]:
                 del calls[name]
     with alone(device):
         for product, calls in every.items():
-            found[product] = {name: round(1000 * _ms(call, device), 2) for name, call in calls.items()}
+            took = milliseconds(list(calls.values()), device)
+            found[product] = {name: round(1000 * ms, 2) for name, ms in zip(calls, took, strict=True)}
     return {"microseconds": found, "failed": failed}
 
 

@@ -25,14 +25,14 @@ def words(folder: Path, *more: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ("--set", "batch=64", "--epochs", "1")
-    points = ["structured-4", "promise-half-40", "unstructured-90", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "unstructured-90-100", "nm24"]
     assert main(words(tmp_path, "--point", "base", *quick)) == 0
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
     ends = {f.name.partition("_")[0]: json.loads(f.read_text().splitlines()[-1]) for f in files}
     assert all(e["event"] == "done" and len(e["digest"]) == 64 for e in ends.values())
-    assert 3.5 < ends["structured-4"]["fewer_macs"] < 4.5 and ends["unstructured-90"]["sparsity"] == 0.9
+    assert 3.5 < ends["structured-4-100"]["fewer_macs"] < 4.5 and ends["unstructured-90-100"]["sparsity"] == 0.9
     before = {f: f.read_bytes() for f in files}
     main(words(tmp_path, "--point", *points, *quick))
     assert {f: f.read_bytes() for f in files} == before  # what is done is not done again
@@ -47,7 +47,7 @@ def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_without_its_base_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--point base comes first"):
-        main(words(tmp_path, "--point", "structured-4"))
+        main(words(tmp_path, "--point", "structured-4-100"))
 
 
 def test_a_session_that_is_over_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,11 +55,21 @@ def test_a_session_that_is_over_stops(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "stopped" in capsys.readouterr().out
 
 
+def test_runs_of_different_kinds_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--set", "batch=64", "--epochs", "1"]
+    base = words(tmp_path, "--point", "base", *quick)
+    assert main(base) == 0
+    (tmp_path / "jobs").write_text("--point nm24\n\n--point promise-20 --variant plain --one 1\n")
+    assert main([*base, "--jobs", str(tmp_path / "jobs"), "--side-by-side", "1"]) == 0
+    assert "2 processes to run" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
+
+
 def test_every_point_is_a_recipe() -> None:
     assert {n for group in GROUPS.values() for n in group} <= set(POINTS)
     assert len(ABLATION) == 6 * 8 + 4 * 8
-    name, changed = recipe_of("structured-2.57", ["stream"], ["lr=0.05", "distill=false", "rounds=3"])
-    assert name == "structured-2.57_stream_lr-0.05_distill-false_rounds-3"
+    name, changed = recipe_of("structured-2.57-100", ["stream"], ["lr=0.05", "distill=false", "rounds=3"])
+    assert name == "structured-2.57-100_stream_lr-0.05_distill-false_rounds-3"
     assert not changed.inner and changed.lr == 0.05 and changed.distill is False and changed.rounds == 3
     with pytest.raises(SystemExit, match="expected one of"):
         names_of("structured-3")

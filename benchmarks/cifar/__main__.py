@@ -1,14 +1,15 @@
 """Accuracy of pruned ResNet-56 on CIFAR-10, point by point, in sessions of a few minutes.
 
-    python -m benchmarks.cifar --point structured-2.57 [--seeds 3] [--split test|validation] [--minutes 9]
+    python -m benchmarks.cifar --point structured-2.57-100 [--seeds 3] [--split test|validation] [--minutes 9]
                                [--data DIR] [--out DIR] [--variant NAME] [--each NAME ...] [--set FIELD=VALUE]
                                [--epochs N] [--compile]
     python -m benchmarks.cifar --point base --split validation --seeds 1     # before any other validation run
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
+    python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
 
---point takes several names, and groups: structured, promise, unstructured, torch-pruning, ablation. Runs that are done
+--point takes several names, and groups: promise, ablation. Runs that are done
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
 """
 
@@ -59,6 +60,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--beside", default="alone", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--jobs", type=Path)
     parser.add_argument("--collect", type=Path)
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
     parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -94,6 +96,12 @@ def main(words: list[str] | None = None) -> int:
             jobs = [(f"speed-{k}", [*command, str(k)]) for k in range(given.together)]
             return run_all(jobs, given.together, place.runs / "logs", env, time.time() + 60)
     changes = [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
+    if given.jobs is not None:
+        lines = [line.split() for line in given.jobs.read_text().splitlines() if line.strip()]
+        at = words.index("--jobs")
+        words = words[:at] + words[at + 2 :]
+        jobs = [("_".join(w.strip("-") for w in line), [*words, "--one", "0", *line]) for line in lines]
+        return run_jobs(given, place, jobs)
     if given.one is None:
         return launch(given, place, words, changes)
     chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
@@ -109,7 +117,6 @@ def main(words: list[str] | None = None) -> int:
 
 def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:
     """A process for each run that is not done; short ones of a seed share one, which saves its start."""
-    end = time.time() + 60 * given.minutes
     points = [name for point in given.point for name in names_of(point)]
     ways = [given.variant, *([*given.variant, one] for one in given.each)]
     jobs: list[tuple[str, list[str]]] = []
@@ -119,15 +126,21 @@ def launch(given: argparse.Namespace, place: Place, words: list[str], changes: l
         while todo:
             share = TOGETHER if todo[0][2] <= SHORT else 1
             own, todo = todo[:share], todo[share:]
-            more = ["--each", "--variant", *variants, "--point", *(p for p, _, _ in own)]
-            more += ["--one", str(seed), "--deadline", str(end)]
-            command = [sys.executable, "-m", "benchmarks.cifar", *words, *more]
-            jobs.append((f"{own[0][1]}-{given.split}-{seed}", command))
+            more = ["--each", "--variant", *variants, "--point", *(p for p, _, _ in own), "--one", str(seed)]
+            jobs.append((f"{own[0][1]}-{given.split}-{seed}", [*words, *more]))
+    return run_jobs(given, place, jobs)
+
+
+def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list[str]]]) -> int:
+    """Each with its words, in a process of its own, so many side by side."""
+    end = time.time() + 60 * given.minutes
     print(f"{len(jobs)} processes to run, {given.side_by_side} at a time", flush=True)
     if not jobs:
         return 0
+    command = [sys.executable, "-m", "benchmarks.cifar"]
+    whole = [(name, [*command, *words, "--deadline", str(end)]) for name, words in jobs]
     with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
-        failed = run_all(jobs, given.side_by_side, place.runs / "logs", env, end - 20)
+        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)
 

@@ -53,7 +53,10 @@ class Place:
     @property
     def base(self) -> Path:
         """Test figures start from the shared weights, choices from a base that has not seen the validation images."""
-        return self.data / WEIGHTS if self.split == "test" else self.runs / f"base-{self.split}.safetensors"
+        if self.split == "test":
+            return self.data / WEIGHTS
+        own = self.runs / f"base-{self.split}.safetensors"
+        return own if own.exists() else self.results / own.name
 
 
 def done(place: Place, name: str, seed: int) -> dict[str, Any] | None:
@@ -206,7 +209,11 @@ class Run:
         fast: dict[str, Any] = {}
         if self.device.type == "cuda":
             fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True}
-            fast |= {"graph": place.graph, "compile": place.compile}
+            alike = r.allocate == "uniform" and r.peer in (
+                "",
+                "l1",
+            )  # else there is a kind of block for each to compile
+            fast |= {"graph": place.graph, "compile": place.compile and (alike or not (r.fewer or r.channels))}
         if r.decay_all:
             fast["optimizer"] = self.optimizer
         validate = None if place.split == "test" else self.look
