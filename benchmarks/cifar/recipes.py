@@ -60,6 +60,8 @@ class Recipe:
     share: float = 0.9
     cutout: int = 0
     mixup: float = 0.0
+    cutmix: float = 0.0
+    """Of mixup and cutmix one at most: how much of another image, as the parameter of a beta distribution."""
     batch: int = 256
     peer: str = ""
     """A method of Torch-Pruning in place of ours: l1, group or sparse."""
@@ -135,6 +137,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cool": {"temperature": 2.0},
     "cutout": {"cutout": 8},
     "mixup": {"mixup": 0.2},
+    "much-mixup": {"mixup": 1.0},
+    "cutmix": {"mixup": 0.0, "cutmix": 1.0},
+    "taught-only": {"share": 1.0},
+    "small-batch": {"batch": 128},
     "low-rate": {"lr": 0.05},
     "clipped": {"clip": 1.0},
     "light": {"weight_decay": 2e-4},

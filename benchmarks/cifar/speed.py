@@ -74,7 +74,7 @@ def profile(place: Place, name: str, taught: bool, steps: int = 20) -> None:
 
 def measure(place: Place, steps: int, which: list[str], seed: int = 0, beside: str = "alone") -> None:
     """``which`` switches, all unless some are named; ``beside`` says what else runs on the device."""
-    run, taught = Run("speed", Recipe(), seed, place), (False, True)
+    run, taught = Run("speed", Recipe(), seed, place), (False, True) if beside == "alone" else (True,)
     run.tell("start", steps=steps)
     for name in which or list(SWITCHES):
         for with_teacher in taught:

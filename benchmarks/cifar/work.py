@@ -186,16 +186,25 @@ class Run:
         r = self.recipe
         return TensorLoader(
             self.train.x, self.train.y, min(r.batch, len(self.train.y)), pad=4, flip=True, cutout=r.cutout,
-            mean=MEAN, std=STD, drop_last=True, transform=self._mixed if r.mixup else None,
+            mean=MEAN, std=STD, drop_last=True, transform=self._mixed if r.mixup or r.cutmix else None,
         )  # fmt: skip
 
     def _mixed(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        alpha = torch.full((), self.recipe.mixup)
+        """Mixup: every image and its label with some of another; cutmix: a rectangle of another in its place."""
+        r = self.recipe
+        alpha = torch.full((), r.mixup or r.cutmix)
         much = float(torch.distributions.Beta(alpha, alpha).sample())
-        other = torch.randperm(len(y), device=y.device)
-        soft = nn.functional.one_hot(y, 10).float()
-        mixed = torch.lerp(x[other], x, much).contiguous(memory_format=torch.channels_last)
-        return mixed, torch.lerp(soft[other], soft, much)
+        other, soft = torch.randperm(len(y), device=y.device), nn.functional.one_hot(y, 10).float()
+        if r.mixup:
+            mixed = torch.lerp(x[other], x, much)
+        else:
+            height, width = x.shape[2:]
+            top, left = (int(torch.randint(n, ())) for n in (height, width))
+            down, across = (min(n, at + round(n * (1 - much) ** 0.5)) for n, at in ((height, top), (width, left)))
+            mixed = x.clone()
+            mixed[:, :, top:down, left:across] = x[other, :, top:down, left:across]
+            much = 1 - (down - top) * (across - left) / (height * width)
+        return mixed.contiguous(memory_format=torch.channels_last), torch.lerp(soft[other], soft, much)
 
     def batches(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         torch.manual_seed(7)
