@@ -100,7 +100,9 @@ def main(words: list[str] | None = None) -> int:
         lines = [line.split() for line in given.jobs.read_text().splitlines() if line.strip()]
         at = words.index("--jobs")
         words = words[:at] + words[at + 2 :]
-        jobs = [("_".join(w.strip("-") for w in line), [*words, "--one", "0", *line]) for line in lines]
+        jobs = [
+            ("_".join(w.strip("-").replace("/", "-") for w in line), [*words, "--one", "0", *line]) for line in lines
+        ]
         return run_jobs(given, place, jobs)
     if given.one is None:
         return launch(given, place, words, changes)
