@@ -47,24 +47,27 @@ def calls_of(kind: str, images: int, settings: bool) -> dict[str, dict[str, Call
     found: dict[str, dict[str, Call]] = {
         PRODUCTS[0]: {
             "cuDNN": lambda: F.conv2d(x, weight, padding=1),
-            "ours": lambda: torch.ops.sapwood.narrow_product(x, weight, False),
+            "ours": lambda: ours.product(x, weight, False, 1),
         },
         PRODUCTS[1]: {
             "cuDNN": lambda: _theirs(grad, x, weight, [True, False])[0],
-            "ours": lambda: torch.ops.sapwood.narrow_product(grad, weight, True),
+            "ours": lambda: ours.product(grad, weight, True, 1),
         },
         PRODUCTS[2]: {
             "cuDNN": lambda: _theirs(grad, x, weight, [False, True])[1],
-            "ours": lambda: torch.ops.sapwood.narrow_weights(x, grad, weight),
+            "ours": lambda: ours.weights(x, grad, weight, 1),
         },
     }
+    for way in range(2, len(ours.PRODUCTS) + 1):
+        found[PRODUCTS[0]][f"ours, way {way}"] = lambda way=way: ours.product(x, weight, False, way)
+        found[PRODUCTS[1]][f"ours, way {way}"] = lambda way=way: ours.product(grad, weight, True, way)
+    for way in range(2, len(ours.BLOCKS) + 1):
+        found[PRODUCTS[2]][f"ours, way {way}"] = lambda way=way: ours.weights(x, grad, weight, way)
     if settings:
-        for sizes in itertools.product((1, 2, 4, 8, 16), (4, 8)):
-            name = "eights {}, warps {}".format(*sizes)
-            if sizes[0] * made <= 256:
-                found[PRODUCTS[0]][name] = lambda s=sizes: ours.product_with(x, weight, False, *s)
-            if sizes[0] * channels <= 256:
-                found[PRODUCTS[1]][name] = lambda s=sizes: ours.product_with(grad, weight, True, *s)
+        for sizes in itertools.product((2, 4, 8, 16), (1, 2, 3, 4)):
+            name = "eights {}, ahead {}".format(*sizes)
+            found[PRODUCTS[0]][name] = lambda s=sizes: ours.product_with(x, weight, False, *s)
+            found[PRODUCTS[1]][name] = lambda s=sizes: ours.product_with(grad, weight, True, *s)
         for pixels, blocks in itertools.product((64, 128, 256, 512), (1, 2, 3, 4)):
             found[PRODUCTS[2]][f"pixels {pixels}, blocks {blocks}"] = lambda s=(pixels, blocks): ours.weights_with(
                 x, grad, weight, *s

@@ -21,6 +21,7 @@ SHAPES = [
 ]  # fmt: skip
 """Images, inputs, outputs, height and width of the image and of the window."""
 DTYPES = (torch.bfloat16, torch.float16)
+WAYS = (1, 2)
 OF_MODELS = [(2, 3, 8, 6, 6, 3, 3), (2, 8, 7, 6, 6, 3, 3), (2, 7, 8, 6, 6, 3, 3)]
 
 
@@ -35,9 +36,9 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, 
     return tuple(some(dtype, *size) for size in sizes)
 
 
-def computed(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    products = narrow_kernels.product(x, weight, False), narrow_kernels.product(grad, weight, True)
-    return *products, narrow_kernels.weights(x, grad, weight)
+def computed(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, way: int = 1) -> tuple[torch.Tensor, ...]:
+    products = narrow_kernels.product(x, weight, False, way), narrow_kernels.product(grad, weight, True, way)
+    return *products, narrow_kernels.weights(x, grad, weight, way)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[str]]:
         patch.setattr(narrow_kernels, "_processors", lambda x: 2)
         patch.setattr(narrow_kernels, "_kernel", lambda name, device: lambda *_: names.setdefault(name))
         for shape, dtype in [*((s, d) for s in SHAPES for d in DTYPES), *((s, torch.float16) for s in OF_MODELS)]:
-            computed(*operands(shape, dtype))
+            for way in WAYS:
+                computed(*operands(shape, dtype), way)
     files = (narrow_kernels.SHARED[1], *(narrow_kernels.SOURCES / f for f in ("product.cu", "weights.cu")))
     text = "\n".join(file.read_text() for file in files)
     return emulated(text, list(names), tmp_path_factory.mktemp("narrow")), list(names)
@@ -65,13 +67,15 @@ def on_cpu(known: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_products(shape: tuple[int, ...], way: int, dtype: torch.dtype) -> None:
+    assert len(WAYS) == len(narrow_kernels.PRODUCTS) == len(narrow_kernels.BLOCKS)
     x, weight, grad = operands(shape, dtype)
     wide = [t.double().requires_grad_() for t in (x, weight)]
     out = F.conv2d(*wide, padding=(shape[5] // 2, shape[6] // 2))
     out.backward(grad.double())
-    for got, wanted in zip(computed(x, weight, grad), (out.detach(), *(t.grad for t in wide)), strict=True):
+    for got, wanted in zip(computed(x, weight, grad, way), (out.detach(), *(t.grad for t in wide)), strict=True):
         assert wanted is not None and got.shape == wanted.shape and got.dtype == dtype
         assert (got.double() - wanted).norm() <= 0.003 * wanted.norm()
         assert got.is_contiguous(memory_format=torch.channels_last)
@@ -99,7 +103,23 @@ def test_tensors_that_do_not_start_at_a_multiple_of_sixteen_bytes() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_rows_that_do_not_fit_into_shared_memory_are_refused() -> None:
     with pytest.raises(SapwoodError, match="shared memory"):
-        narrow_kernels.weights(*(some(torch.bfloat16, *s) for s in ((1, 64, 1, 600), (1, 16, 1, 600), (16, 64, 3, 3))))
+        narrow_kernels.weights(
+            *(some(torch.bfloat16, *s) for s in ((1, 64, 1, 600), (1, 16, 1, 600), (16, 64, 3, 3))), 1
+        )
+
+
+def test_the_fastest_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3)
+
+    def fails() -> torch.Tensor:
+        raise RuntimeError
+
+    calls = {"theirs": lambda: x, "wrong": lambda: 2 * x, "fails": fails, "slow": lambda: x + 0, "fast": lambda: 1 * x}
+    took = {"theirs": 1.0, "slow": 0.95, "fast": 0.5, "wrong": 0.1}
+    by_call = {call: took.get(name) for name, call in calls.items()}
+    monkeypatch.setattr(narrow, "milliseconds", lambda given, device: [by_call[c] for c in given])
+    assert narrow._fastest(list(calls.values()), torch.device("cpu")) == 4
+    assert narrow._fastest([calls[n] for n in ("theirs", "slow", "wrong")], torch.device("cpu")) == 0
 
 
 class Block(nn.Module):
@@ -114,7 +134,7 @@ class Block(nn.Module):
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("ours", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
+@pytest.mark.parametrize("ours", [(1, 2, 1), (0, 1, 0), (2, 0, 2)], ids=str)
 def test_a_model(ours: narrow.Ours, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever part is ours: gradients as before, nothing left on the model; blocks that are alike compile once."""
     monkeypatch.setattr(narrow, "tried", lambda *kind: ours)

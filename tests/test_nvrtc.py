@@ -21,8 +21,8 @@ KERNELS = (
     *("sum_parts<0>", "unpack<2>"),
 )
 NARROW = (
-    "narrow_product<0, 16, 16, 32, 32, 3, 3, 0, 16, 8>",
-    "narrow_product<1, 7, 64, 9, 9, 3, 3, 1, 4, 8>",
+    "narrow_product<0, 16, 16, 32, 32, 3, 3, 0, 16, 1, 8>",
+    "narrow_product<1, 7, 64, 9, 9, 3, 3, 1, 4, 3, 8>",
     "narrow_weights<0, 64, 30, 8, 8, 3, 3, 8>",
     "narrow_weights<1, 7, 16, 32, 32, 1, 3, 8>",
     "narrow_sum<0>",

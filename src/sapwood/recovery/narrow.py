@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
-Ours = tuple[bool, bool, bool]
-"""Which are ours: the output, the gradient of the input, the gradient of the weight."""
+Ours = tuple[int, int, int]
+"""Which way of ours, counted from 1, or 0 for PyTorch's: the output, the gradient of the input, that of the weight."""
 Kind = tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Device and dtype, sizes of the input and of the weight."""
-NONE: Ours = (False, False, False)
+Call = Callable[[], Tensor]
+NONE: Ours = (0, 0, 0)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
@@ -41,20 +43,20 @@ class Narrow(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.ours = ours
         if ours[0]:
-            return torch.ops.sapwood.narrow_product(x, weight, False)  # type: ignore[no-any-return]
+            return torch.ops.sapwood.narrow_product(x, weight, False, ours[0])  # type: ignore[no-any-return]
         return F.conv2d(x, weight, padding=_padding(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
-        ours = (False, False) if torch.is_grad_enabled() else ctx.ours[1:]  # gradients of gradients are PyTorch's
+        ours = (0, 0) if torch.is_grad_enabled() else ctx.ours[1:]  # gradients of gradients are PyTorch's
         wanted = [need and not own for need, own in zip(needed, ours, strict=True)]
         left, right = _theirs(grad, x, weight, wanted) if any(wanted) else (None, None)
         if needed[0] and ours[0]:
-            left = torch.ops.sapwood.narrow_product(grad, weight, True)
+            left = torch.ops.sapwood.narrow_product(grad, weight, True, ours[0])
         if needed[1] and ours[1]:
-            right = torch.ops.sapwood.narrow_weights(x, grad, weight)
+            right = torch.ops.sapwood.narrow_weights(x, grad, weight, ours[1])
         return left, right, None
 
 
@@ -153,30 +155,52 @@ def _kernels_load() -> bool:
 
 
 def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], window: tuple[int, ...]) -> Ours:
-    """Which of the three are faster by our kernels; what cannot be compiled or run here is not."""
+    """Which way is the fastest for each of the three; ours that cannot be compiled or run here are not."""
     dice = torch.Generator(device).manual_seed(0)  # the training's own random numbers stay as they are
 
     def some(*shape: int) -> Tensor:
         made = torch.randn(shape, device=device, dtype=dtype, generator=dice)
         return made.contiguous(memory_format=torch.channels_last)
 
-    found = []
     with contextlib.suppress(Exception):
-        x, weight, kernels = some(*size), some(*window), torch.ops.sapwood
-        grad = some(size[0], window[0], *size[2:])
-        pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = [
-            (lambda: F.conv2d(x, weight, padding=_padding(weight)), lambda: kernels.narrow_product(x, weight, False)),
-            (lambda: _theirs(grad, x, weight, [True, False])[0], lambda: kernels.narrow_product(grad, weight, True)),
-            (lambda: _theirs(grad, x, weight, [False, True])[1], lambda: kernels.narrow_weights(x, grad, weight)),
+        from sapwood.recovery import narrow_kernels as kernels
+
+        x, weight, grad = some(*size), some(*window), some(size[0], window[0], *size[2:])
+        products, sums = range(1, len(kernels.PRODUCTS) + 1), range(1, len(kernels.BLOCKS) + 1)
+        made: list[list[Call]] = [
+            [lambda: F.conv2d(x, weight, padding=_padding(weight))],
+            [lambda: _theirs(grad, x, weight, [True, False])[0]],
+            [lambda: _theirs(grad, x, weight, [False, True])[1]],
         ]
-        for theirs, ours in pairs:
-            found.append(False)
-            with contextlib.suppress(Exception):
-                wanted, got = theirs().float(), ours().float()
-                right = bool((wanted - got).norm() <= ERROR * wanted.norm())
-                theirs_ms, ours_ms = milliseconds([theirs, ours], device) if right else (0.0, 1.0)
-                found[-1] = ours_ms <= GAIN * theirs_ms
-    return (found[0], found[1], found[2]) if len(found) == 3 else NONE
+        made[0] += [functools.partial(kernels.product, x, weight, False, way) for way in products]
+        made[1] += [functools.partial(kernels.product, grad, weight, True, way) for way in products]
+        made[2] += [functools.partial(kernels.weights, x, grad, weight, way) for way in sums]
+        torch.cuda.synchronize(device)
+        with ThreadPoolExecutor() as pool:  # compiled side by side
+            list(pool.map(_runs, [call for calls in made for call in calls[1:]]))
+        first, second, third = (_fastest(calls, device) for calls in made)
+        return first, second, third
+    return NONE
+
+
+def _runs(call: Call) -> bool:
+    with contextlib.suppress(Exception):
+        call()
+        return True
+    return False
+
+
+def _fastest(calls: Sequence[Call], device: torch.device) -> int:
+    """Its place; the first unless another one is right and clearly faster."""
+    wanted = calls[0]().float()
+    good = [0]
+    for place, call in enumerate(calls[1:], 1):
+        with contextlib.suppress(Exception):
+            if (wanted - call().float()).norm() <= ERROR * wanted.norm():
+                good.append(place)
+    times = milliseconds([calls[place] for place in good], device)
+    best = min(range(len(good)), key=times.__getitem__)
+    return good[best] if times[best] <= GAIN * times[0] else 0
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:

@@ -21,8 +21,12 @@ SOURCES = Path(__file__).parent / "kernels"
 FILES = {"narrow_product": "product.cu", "narrow_weights": "weights.cu", "narrow_sum": "weights.cu"}
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
 WARPS = 8
-STRIP_PIXELS, BLOCKS = 256, 2
-"""Of a strip of an image that a block has in shared memory at once; and blocks of a multiprocessor."""
+PRODUCTS = ((16, 1), (8, 3))
+"""Ways to compute a product: how many times eight pixels a warp has, and how many steps it loads ahead."""
+BLOCKS = (2, 1)
+"""Ways to compute the gradient of a weight: how many blocks a multiprocessor has; each writes sums of its own."""
+STRIP_PIXELS = 256
+"""Of a strip of an image that a block has in shared memory at once."""
 ROOM = 100 * 1024
 """Bytes of shared memory that a block may have, so that two fit."""
 
@@ -51,56 +55,56 @@ def _named(name: str, *sizes: int | bool) -> str:
 
 
 @torch.library.custom_op("sapwood::narrow_product", mutates_args=())
-def product(x: Tensor, weight: Tensor, back: bool) -> Tensor:
-    """The output of a convolution that keeps sizes; with ``back`` the gradient of its input from that of its output."""
-    made, pixels = weight.shape[1 if back else 0], x.numel() // max(1, x.shape[1])
-    eights = 16 if made <= 16 else 8  # as many as there are registers for, and work for all multiprocessors
-    while eights > 1 and -(-pixels // (8 * eights * WARPS)) * -(-made // 32) < 0.9 * _processors(x):
-        eights //= 2
-    return product_with(x, weight, back, eights, WARPS)
+def product(x: Tensor, weight: Tensor, back: bool, way: int) -> Tensor:
+    """The output of a convolution that keeps sizes; with ``back`` the gradient of its input from that of its output.
+    ``way`` is one of PRODUCTS, counted from 1."""
+    return product_with(x, weight, back, *PRODUCTS[way - 1])
 
 
-def product_with(x: Tensor, weight: Tensor, back: bool, eights: int, warps: int) -> Tensor:
-    """A warp has so many times eight pixels; a block, whose warps share the weights, up to 32 outputs."""
+def product_with(x: Tensor, weight: Tensor, back: bool, eights: int, ahead: int) -> Tensor:
+    """A block, whose warps share the weights, has up to 32 outputs."""
     x, weight = _last(x, weight)
     images, channels, height, width = x.shape
-    high, wide = weight.shape[2:]
-    out: Tensor = _like(x, weight, back)
-    made, pixels = out.shape[1], images * height * width
+    out: Tensor = _like(x, weight, back, 0)
     if not out.numel():
         return out
-    shared = -(-high * wide * -(-channels // 4) // 4) * min(2, -(-made // 16)) * 32 * 16
-    sizes = (KINDS[x.dtype], channels, made, height, width, high, wide, back, eights, warps)
-    grid = (-(-pixels // (8 * eights * warps)), -(-made // 32))
-    _kernel(_named("narrow_product", *sizes), x.device.index)(grid, 32 * warps, shared, (x, weight, out, pixels))
+    made, pixels = out.shape[1], images * height * width
+    if made > 16:
+        eights = max(1, eights // 2)  # registers for twice the sums
+    while eights > 1 and -(-pixels // (8 * eights * WARPS)) * -(-made // 32) < 0.9 * _processors(x):
+        eights //= 2  # work for all multiprocessors
+    shared = -(-weight[0, 0].numel() * -(-channels // 4) // 4) * min(2, -(-made // 16)) * 32 * 16
+    sizes = (KINDS[x.dtype], channels, made, height, width, *weight.shape[2:], back, eights, ahead, WARPS)
+    grid = (-(-pixels // (8 * eights * WARPS)), -(-made // 32))
+    _kernel(_named("narrow_product", *sizes), x.device.index)(grid, 32 * WARPS, shared, (x, weight, out, pixels))
     return out
 
 
 @product.register_fake
-def _like(x: Any, weight: Any, back: bool) -> Tensor:
+def _like(x: Any, weight: Any, back: bool, way: int) -> Tensor:
     images, _, height, width = x.shape
     size = (images, weight.shape[1 if back else 0], height, width)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 @torch.library.custom_op("sapwood::narrow_weights", mutates_args=())
-def weights(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the weight, from that of the output."""
-    return weights_with(x, grad, weight, STRIP_PIXELS, BLOCKS)
+def weights(x: Tensor, grad: Tensor, weight: Tensor, way: int) -> Tensor:
+    """The gradient of the weight, from that of the output. ``way`` is one of BLOCKS, counted from 1."""
+    return weights_with(x, grad, weight, STRIP_PIXELS, BLOCKS[way - 1])
 
 
 def weights_with(x: Tensor, grad: Tensor, weight: Tensor, pixels: int, blocks: int) -> Tensor:
     x, grad = _last(x, grad)
     images, channels, height, width = x.shape
     made, _, high, wide = weight.shape
-    out: Tensor = _like_weight(x, grad, weight)
+    out: Tensor = _like_weight(x, grad, weight, 0)
     if not x.numel():
         return out.zero_()
     device, kind, count = x.device.index, KINDS[x.dtype], out.numel()
     strip = min(height, max(1, pixels // width))
-    while (sizes_of := _room(channels, width, high, wide, strip))[1] > ROOM and strip > 1:
+    while strip > 1 and _room(channels, width, high, wide, strip)[1] > ROOM:
         strip -= 1
-    threads, shared = sizes_of
+    threads, shared = _room(channels, width, high, wide, strip)
     if shared > ROOM:
         raise SapwoodError(f"rows of {width} pixels with {channels} channels do not fit into shared memory")
     tiles = -(-made // 16)
@@ -124,5 +128,5 @@ def _room(channels: int, width: int, high: int, wide: int, strip: int) -> tuple[
 
 
 @weights.register_fake
-def _like_weight(x: Any, grad: Any, weight: Any) -> Tensor:
+def _like_weight(x: Any, grad: Any, weight: Any, way: int) -> Tensor:
     return torch.empty(weight.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)

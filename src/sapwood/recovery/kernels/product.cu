@@ -37,17 +37,39 @@ template <int TILES> __device__ __forceinline__ int output_of(int tile, int row)
     return row % 8 * 2 * TILES + tile * 2 + row / 8;
 }
 
-template <int KIND, int C, int N, int H, int W, int HIGH, int WIDE, bool BACK, int EIGHTS, int WARPS>
+template <int KIND, int C, int N, int H, int W, int HIGH, int WIDE, bool BACK, int EIGHTS, int AHEAD, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 narrow_product(const u16 *x, const u16 *weight, u16 *out, int pixels) {
     constexpr int TAPS = HIGH * WIDE, FOURS = (C + 3) / 4, STEPS = (TAPS * FOURS + 3) / 4, TILES = N <= 16 ? 1 : 2;
     constexpr bool ALIKE = FOURS % 4 == 0;  // lanes have channels of the same tap, and what is added to an address is known
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, outputs = 32 * blockIdx.y;
-    uint2 *kept = reinterpret_cast<uint2 *>(shared);
+    const int base = (blockIdx.x * WARPS + warp) * (8 * EIGHTS);  // pixel
+    u32 inside[EIGHTS];
+    float sum[EIGHTS][TILES][4];
+    uint2 seen[AHEAD][EIGHTS];
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++) {
+        inside[eight] = taps_inside<H, W, HIGH, WIDE>(base + 8 * eight + g, pixels);
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) sum[eight][i / 4][i % 4] = 0;
+    }
+    const u16 *from = x + (long long)(base + g) * C + (ALIKE ? 4 * t : 0);
+    remember(from);
+    auto look = [&](int step) {
+        const int four = ALIKE ? 4 * step : 4 * step + t, tap = four / FOURS, c = four % FOURS * 4;
+        const u16 *window = from + ((tap / WIDE - HIGH / 2) * W + tap % WIDE - WIDE / 2) * C + c;
+        if constexpr (!ALIKE) remember(window);
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; eight++)
+            seen[step % AHEAD][eight] =
+                four_of<C>(window + 8 * eight * C, inside[eight] >> tap & 1, ALIKE ? c + 4 * t : c);
+    };
     let_others_start();
     wait_for_others();
+#pragma unroll
+    for (int step = 0; step < AHEAD && step < STEPS; step++) look(step);
     constexpr int PAIRS = STEPS * TILES * 64, TURNS_OF_EACH = (PAIRS + 32 * WARPS - 1) / (32 * WARPS);
-#pragma unroll(BACK ? 4 : 8)
+#pragma unroll(BACK ? 6 : 9)
     for (int turn = 0; turn < TURNS_OF_EACH; turn++) {  // the weights, as lanes need them
         const int i = turn * 32 * WARPS + threadIdx.x;
         if (PAIRS % (32 * WARPS) && i >= PAIRS) continue;
@@ -62,38 +84,21 @@ narrow_product(const u16 *x, const u16 *weight, u16 *out, int pixels) {
                 one[k] = there && c + k < C ? __ldg(weight + ((c + k) * TAPS + TAPS - 1 - tap) * N + n) : (u16)0;
             found.x = one[0] | one[1] << 16, found.y = one[2] | one[3] << 16;
         } else found = four_of<C>(weight + (n * TAPS + tap) * C + c, there, c);
-        u32 *to = reinterpret_cast<u32 *>(kept) + which * 4 + i % 2;
+        u32 *to = reinterpret_cast<u32 *>(shared) + which * 4 + i % 2;
         to[0] = found.x, to[2] = found.y;
     }
-    const int base = (blockIdx.x * WARPS + warp) * (8 * EIGHTS);  // pixel
-    u32 inside[EIGHTS];
-    float sum[EIGHTS][TILES][4];
-#pragma unroll
-    for (int eight = 0; eight < EIGHTS; eight++) {
-        inside[eight] = taps_inside<H, W, HIGH, WIDE>(base + 8 * eight + g, pixels);
-#pragma unroll
-        for (int i = 0; i < TILES * 4; i++) sum[eight][i / 4][i % 4] = 0;
-    }
-    const u16 *from = x + (long long)(base + g) * C + (ALIKE ? 4 * t : 0);
-    remember(from);
     __syncthreads();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        const int four = ALIKE ? 4 * step : 4 * step + t, tap = four / FOURS, c = four % FOURS * 4;
-        const u16 *window = from + ((tap / WIDE - HIGH / 2) * W + tap % WIDE - WIDE / 2) * C + c;
-        if constexpr (!ALIKE) remember(window);
-        uint2 seen[EIGHTS];
-#pragma unroll
-        for (int eight = 0; eight < EIGHTS; eight++)
-            seen[eight] = four_of<C>(window + 8 * eight * C, inside[eight] >> tap & 1, ALIKE ? c + 4 * t : c);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             const uint4 by = shared[(step * TILES + tile) * 32 + lane];
             const u32 rows[4] = {by.x, by.y, by.z, by.w};
 #pragma unroll
             for (int eight = 0; eight < EIGHTS; eight++)
-                multiply<KIND>(sum[eight][tile], rows, seen[eight].x, seen[eight].y);
+                multiply<KIND>(sum[eight][tile], rows, seen[step % AHEAD][eight].x, seen[step % AHEAD][eight].y);
         }
+        if (step + AHEAD < STEPS) look(step + AHEAD);
     }
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight++)
