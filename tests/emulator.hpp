@@ -46,7 +46,7 @@ template <class T> static T __ldcs(const T *at) {
     return *at;
 }
 template <class T> static T __ldcg(const T *at) { return __ldcs(at); }
-template <class T> static T __ldg(const T *at) { return __ldcs(at); }
+template <class T> static T __ldca(const T *at) { return __ldcs(at); }
 
 // ---- fibers ----
 static std::vector<ucontext_t> fibers;

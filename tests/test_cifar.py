@@ -60,7 +60,8 @@ def test_runs_of_different_kinds_side_by_side(tmp_path: Path, capsys: pytest.Cap
     base = words(tmp_path, "--point", "base", *quick)
     assert main(base) == 0
     (tmp_path / "jobs").write_text("--point nm24\n\n--point promise-20 --variant plain --one 1\n")
-    assert main([*base, "--jobs", str(tmp_path / "jobs"), "--side-by-side", "1"]) == 0
+    assert main([*base, "--jobs", str(tmp_path / "jobs"), "--side-by-side", "1", "--back", str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back" / "results.tgz").exists()
     assert "2 processes to run" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
 

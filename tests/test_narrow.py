@@ -56,11 +56,15 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[str]]:
     return emulated(text, list(names), tmp_path_factory.mktemp("narrow")), list(names)
 
 
+launched: list[str] = []
+
+
 @pytest.fixture
 def on_cpu(known: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of two multiprocessors."""
     monkeypatch.setattr(narrow_kernels, "_processors", lambda x: 2)
-    monkeypatch.setattr(narrow_kernels, "_kernel", lambda name, device: Emulated(*known, name))
+    launched.clear()
+    monkeypatch.setattr(narrow_kernels, "_kernel", lambda name, device: launched.append(name) or Emulated(*known, name))
     monkeypatch.setattr(narrow, "DEVICES", ("cpu",))
     monkeypatch.setattr(narrow, "_KNOWN", {})
 
@@ -158,6 +162,8 @@ def test_a_model(ours: narrow.Ours, compiled: bool, monkeypatch: pytest.MonkeyPa
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         else:
             model(x).sum().backward()
+    # seven layers, of which the first needs no gradient of its inputs; gradients of weights are summed apart
+    assert len(launched) == 7 * (ours[0] > 0) + 6 * (ours[1] > 0) + 14 * (ours[2] > 0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and wanted[name] is not None
         assert (parameter.grad - wanted[name]).norm() <= 0.02 * wanted[name].norm(), name
@@ -169,12 +175,19 @@ def test_a_model(ours: narrow.Ours, compiled: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_layer_that_gets_inputs_of_two_kinds_is_left_alone() -> None:
-    layer = nn.Conv2d(4, 4, 3, padding=1).half()
+@pytest.mark.parametrize("how", ["keyword", "double", "other sizes", "two kinds"])
+def test_what_is_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "tried", lambda *kind: (1, 1, 1))
+    layer = nn.Conv2d(4, 4, 3, padding=1).to(torch.float64 if how == "double" else torch.bfloat16)
+    x = some(layer.weight.dtype, 2, 4, 5, 5)
     found = narrow.NarrowConvolutions(layer)
-    with found.look():
-        layer(some(torch.float16, 2, 4, 5, 5))
-        layer(some(torch.float16, 2, 4, 5, 5)[0])
+    with found.look(), torch.autocast("cpu", torch.bfloat16):
+        if how == "keyword":
+            layer(input=x)
+        elif how != "other sizes":
+            layer(x)
+        if how in ("other sizes", "two kinds"):
+            layer(x[0])
     assert found.looked and found.chosen == {}
 
 

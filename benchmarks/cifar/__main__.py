@@ -7,7 +7,7 @@
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
     python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2
     python -m benchmarks.cifar --tables       # markdown from the events
-    python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
+    python -m benchmarks.cifar --collect DIR  # (or --back DIR, after each run) results and what is unfinished, as a few files
 
 --point takes several names, and groups: promise, ablation. Runs that are done
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
@@ -62,6 +62,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--jobs", type=Path)
     parser.add_argument("--collect", type=Path)
+    parser.add_argument("--back", type=Path, help="collect there after each run, so that a kill loses none")
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
     parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
     return parser
@@ -139,10 +140,15 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list
     print(f"{len(jobs)} processes to run, {given.side_by_side} at a time", flush=True)
     if not jobs:
         return 0
+
+    def back() -> None:
+        if given.back is not None:
+            collect(place, given.back)
+
     command = [sys.executable, "-m", "benchmarks.cifar"]
     whole = [(name, [*command, *words, "--deadline", str(end)]) for name, words in jobs]
     with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
-        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20)
+        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)
 

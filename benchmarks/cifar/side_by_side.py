@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,7 +54,14 @@ def _quit(control: str, env: dict[str, str]) -> None:
         print("MPS could not be ended", flush=True)
 
 
-def run_all(jobs: Sequence[tuple[str, list[str]]], at_once: int, logs: Path, env: dict[str, str], end: float) -> int:
+def run_all(
+    jobs: Sequence[tuple[str, list[str]]],
+    at_once: int,
+    logs: Path,
+    env: dict[str, str],
+    end: float,
+    after_each: Callable[[], object] = lambda: None,
+) -> int:
     """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed."""
     logs.mkdir(parents=True, exist_ok=True)
     waiting, failed = list(jobs), 0
@@ -77,6 +84,7 @@ def run_all(jobs: Sequence[tuple[str, list[str]]], at_once: int, logs: Path, env
                     failed += process.returncode != 0
                     tail = (logs / f"{name}.log").read_text().strip().splitlines()[-1:] or [""]
                     print(f"{name}: rc {process.returncode}, {time.time() - since:.0f} s  {tail[0][:300]}", flush=True)
+                    after_each()
     finally:
         for process, _ in going.values():
             process.terminate()

@@ -30,6 +30,8 @@ WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
 DEVICES: tuple[str, ...] = ("cuda",)
 """Where they are tried."""
+MOST_NUMBERS = 2**31 - 2**12
+"""In an image or what is made of it: kernels count them, and a few more, in 32 bits."""
 GAIN, ERROR, REPEATS, TURNS = 0.9, 0.02, 20, 7
 """Ours are taken when they take at most this share of the time, and differ by no more than this."""
 _KNOWN: dict[Kind, Ours] = {}
@@ -126,10 +128,13 @@ class NarrowConvolutions:
                 self.chosen[module] = _computed(kind[1], kind[2], ours)
 
     def _note(self, module: Any, args: tuple[Any, ...]) -> None:
-        x = args[0]
+        x = args[0] if args else None  # else it comes by keyword: left alone
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype == torch.float64:
+            self.seen[module].add(None)
+            return
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        good = x.dim() == 4 and x.device.type in DEVICES and dtype in (torch.bfloat16, torch.float16)
-        good = good and 0 < x.numel() // x.shape[1] * max(x.shape[1], module.out_channels) < 2**31
+        good = x.device.type in DEVICES and dtype in (torch.bfloat16, torch.float16)
+        good = good and 0 < x.numel() // x.shape[1] * max(x.shape[1], module.out_channels) < MOST_NUMBERS
         kind = (x.device, dtype, tuple(x.shape), tuple(module.weight.shape))
         self.seen[module].add(kind if good else None)
 

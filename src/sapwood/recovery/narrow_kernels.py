@@ -5,7 +5,6 @@ Images and weights are channels-last, sums are in float32. Compiled for the size
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,12 @@ BLOCKS = (2, 1)
 """Ways to compute the gradient of a weight: how many blocks a multiprocessor has; each writes sums of its own."""
 STRIP_PIXELS = 256
 """Of a strip of an image that a block has in shared memory at once."""
-ROOM = 100 * 1024
-"""Bytes of shared memory that a block may have, so that two fit."""
-
-
-@functools.cache
-def _known(name: str, device: int) -> Kernel:
-    return kernel((*SHARED, SOURCES / FILES[name.partition("<")[0]]), name, device)
+ROOM = 99 * 1024
+"""Bytes of shared memory that a block may have: all GPUs that compute in bf16 have them, and large ones twice."""
 
 
 def _kernel(name: str, device: int) -> Kernel:
-    return _known(name, device)
+    return kernel((*SHARED, SOURCES / FILES[name.partition("<")[0]]), name, device)
 
 
 def _last(*tensors: Tensor) -> list[Tensor]:

@@ -2,18 +2,18 @@
 // no copy in shared memory, a lane loads four neighbouring channels of a pixel as one operand. BACK: x is the gradient of the
 // output, and the weight is read the other way round. Images and weights are channels-last.
 
-// Four channels from c on, or zeros.
+// Four channels from c on, or zeros. Not by __ldg: what it reads may be loaded before others have been waited for.
 template <int C> __device__ __forceinline__ uint2 four_of(const u16 *from, bool there, int c) {
     uint2 found = {0, 0};
     if constexpr (C % 4 == 0) {
-        if (there) found = __ldg(reinterpret_cast<const uint2 *>(from));
+        if (there) found = __ldca(reinterpret_cast<const uint2 *>(from));
     } else if constexpr (C % 2 == 0) {
-        if (there) found.x = __ldg(reinterpret_cast<const u32 *>(from));
-        if (there && c + 2 < C) found.y = __ldg(reinterpret_cast<const u32 *>(from) + 1);
+        if (there) found.x = __ldca(reinterpret_cast<const u32 *>(from));
+        if (there && c + 2 < C) found.y = __ldca(reinterpret_cast<const u32 *>(from) + 1);
     } else {
         u32 one[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) one[i] = there && c + i < C ? __ldg(from + i) : (u16)0;
+        for (int i = 0; i < 4; i++) one[i] = there && c + i < C ? __ldca(from + i) : (u16)0;
         found.x = one[0] | one[1] << 16, found.y = one[2] | one[3] << 16;
     }
     return found;
@@ -81,7 +81,7 @@ narrow_product(const u16 *x, const u16 *weight, u16 *out, int pixels) {
             u32 one[4];
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                one[k] = there && c + k < C ? __ldg(weight + ((c + k) * TAPS + TAPS - 1 - tap) * N + n) : (u16)0;
+                one[k] = there && c + k < C ? __ldca(weight + ((c + k) * TAPS + TAPS - 1 - tap) * N + n) : (u16)0;
             found.x = one[0] | one[1] << 16, found.y = one[2] | one[3] << 16;
         } else found = four_of<C>(weight + (n * TAPS + tap) * C + c, there, c);
         u32 *to = reinterpret_cast<u32 *>(shared) + which * 4 + i % 2;

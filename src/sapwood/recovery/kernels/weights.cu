@@ -13,10 +13,10 @@ template <int MANY> __device__ __forceinline__ void take_eight(u32 to, const u16
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (MANY % 2 == 0) {
-                word[i] = there && c + 2 * i < MANY ? __ldg(reinterpret_cast<const u32 *>(from) + i) : 0u;
+                word[i] = there && c + 2 * i < MANY ? __ldca(reinterpret_cast<const u32 *>(from) + i) : 0u;
             } else {
-                const u32 low = there && c + 2 * i < MANY ? __ldg(from + 2 * i) : (u16)0;
-                const u32 high = there && c + 2 * i + 1 < MANY ? __ldg(from + 2 * i + 1) : (u16)0;
+                const u32 low = there && c + 2 * i < MANY ? __ldca(from + 2 * i) : (u16)0;
+                const u32 high = there && c + 2 * i + 1 < MANY ? __ldca(from + 2 * i + 1) : (u16)0;
                 word[i] = low | high << 16;
             }
         }
@@ -134,7 +134,7 @@ template <int KIND> __global__ void __launch_bounds__(1024) narrow_sum(const flo
     wait_for_others();
     if (i < count)
 #pragma unroll 8
-        for (int part = warp; part < many; part += 32) total += __ldg(parts + (long long)part * count + i);
+        for (int part = warp; part < many; part += 32) total += __ldca(parts + (long long)part * count + i);
     sums[threadIdx.x] = total;
     __syncthreads();
     if (warp || i >= count) return;
