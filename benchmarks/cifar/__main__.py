@@ -7,7 +7,8 @@
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
     python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2
     python -m benchmarks.cifar --tables       # markdown from the events
-    python -m benchmarks.cifar --collect DIR  # (or --back DIR, after each run) results and what is unfinished, as a few files
+    python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
+                               [--back DIR]   # the same after each run
 
 --point takes several names, and groups: promise, ablation. Runs that are done
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
