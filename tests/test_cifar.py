@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cifar.__main__ import main
+from benchmarks.cifar.__main__ import main, options
 from benchmarks.cifar.data import Images, accuracy, load, shrunk, unshrunk
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
@@ -64,6 +64,15 @@ def test_runs_of_different_kinds_side_by_side(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "back" / "results.tgz").exists()
     assert "2 processes to run" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
+    assert main([*base, "--jobs", str(tmp_path / "jobs")]) == 0
+    assert "0 processes to run" in capsys.readouterr().out
+
+
+def test_the_record_is_made_of_points() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "cifar" / "record.jobs"
+    for line in path.read_text().splitlines():
+        given = options().parse_args(line.split())
+        assert set(given.point) <= set(POINTS) and given.point, line
 
 
 def test_every_point_is_a_recipe() -> None:

@@ -5,7 +5,8 @@
                                [--epochs N] [--compile]
     python -m benchmarks.cifar --point base --split validation --seeds 1     # before any other validation run
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
-    python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2
+    python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2;
+                                              # benchmarks/cifar/record.jobs has all that the record needs
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
                                [--back DIR]   # the same after each run
@@ -97,14 +98,14 @@ def main(words: list[str] | None = None) -> int:
             command = [sys.executable, "-m", "benchmarks.cifar", *plain, "--beside", beside, "--one"]
             jobs = [(f"speed-{k}", [*command, str(k)]) for k in range(given.together)]
             return run_all(jobs, given.together, place.runs / "logs", env, time.time() + 60)
-    changes = [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
+    changes = changes_of(given)
     if given.jobs is not None:
-        lines = [line.split() for line in given.jobs.read_text().splitlines() if line.strip()]
         at = words.index("--jobs")
-        words = words[:at] + words[at + 2 :]
-        jobs = [
-            ("_".join(w.strip("-").replace("/", "-") for w in line), [*words, "--one", "0", *line]) for line in lines
-        ]
+        common = [*words[:at], *words[at + 2 :], "--one", "0"]
+        lines = [line.split() for line in given.jobs.read_text().splitlines() if line.strip()]
+        todo = [line for line in lines if not all_done(options().parse_args([*common, *line]))]
+        said = ["_".join(w.strip("-").replace("/", "-") for w in line)[:80] for line in todo]
+        jobs = [(f"{k}_{name}", [*common, *line]) for k, (name, line) in enumerate(zip(said, todo, strict=True))]
         return run_jobs(given, place, jobs)
     if given.one is None:
         return launch(given, place, words, changes)
@@ -117,6 +118,17 @@ def main(words: list[str] | None = None) -> int:
                 print(f"{name}, seed {given.one}: stopped, goes on next time")
                 break
     return 0
+
+
+def changes_of(given: argparse.Namespace) -> list[str]:
+    return [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
+
+
+def all_done(given: argparse.Namespace) -> bool:
+    """Whether the runs of one process are through."""
+    place = Place(given.data, given.out, given.runs, given.split)
+    names = [recipe_of(name, given.variant, changes_of(given))[0] for point in given.point for name in names_of(point)]
+    return all(done(place, name, given.one) is not None for name in names)
 
 
 def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:
