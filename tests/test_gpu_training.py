@@ -133,7 +133,7 @@ def test_compiled_blocks_train_on_the_gpu(graph: bool) -> None:
     assert not any(m._compiled_call_impl for m in [*found[1].model.modules(), *dense.modules()])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("images", "c", "o", "height", "width", "high", "wide"),
     [(64, 16, 16, 32, 32, 3, 3), (3, 7, 5, 6, 9, 3, 3), (5, 3, 64, 17, 16, 3, 3), (2, 33, 40, 4, 4, 3, 3),
