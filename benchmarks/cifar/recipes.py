@@ -17,8 +17,8 @@ blocks only until the validation split says otherwise (``--each stream global st
 images that are mixed a lot. On the validation split (2.57 times fewer MACs, 40 epochs, against the base) that was -0.21
 with one seed; with little mixing and labels, too, -0.23 and -0.33; cutmix -0.27; without that decay -0.42; much mixing
 and labels -0.67. The first four are within the noise of each other: that much mixing pays more the longer the training
-is what Beyer et al. found, not what was measured here. The recipe of a point that has been run on test images stays as it
-is; another one is a point of its own, and tables show both, so that it can be seen how many were tried on test images.
+is what Beyer et al. found, not what was measured here. The recipe of a point that has been run on test images stays as
+it is; another one is a point of its own, and tables show both, so that it can be seen how many were tried on them.
 
 Choices are compared on a validation split (``--split validation``) with a base that has not seen it.
 """
