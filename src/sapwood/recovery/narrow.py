@@ -28,8 +28,9 @@ NONE: Ours = (0, 0, 0)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
-DEVICES: tuple[str, ...] = ("cuda",)
-"""Where they are tried."""
+DEVICES: tuple[str, ...] = ()
+"""Where they are tried: ("cuda",) switches them on. An earlier form has trained on a GPU; this one loads ahead, has two
+ways of each and compiles them side by side, and is off until a GPU has run its tests (tests/test_gpu_training.py)."""
 MOST_NUMBERS = 2**31 - 2**12
 """In an image or what is made of it: kernels count them, and a few more, in 32 bits."""
 GAIN, ERROR, REPEATS, TURNS = 0.9, 0.02, 20, 7
@@ -181,18 +182,16 @@ def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], windo
         made[1] += [functools.partial(kernels.product, grad, weight, True, way) for way in products]
         made[2] += [functools.partial(kernels.weights, x, grad, weight, way) for way in sums]
         torch.cuda.synchronize(device)
-        with ThreadPoolExecutor() as pool:  # compiled side by side
-            list(pool.map(_runs, [call for calls in made for call in calls[1:]]))
+        with ThreadPoolExecutor() as pool:  # compiled side by side; ways of gradients of weights are one kernel
+            list(pool.map(_run, [*made[0][1:], *made[1][1:], made[2][1]]))
         first, second, third = (_fastest(calls, device) for calls in made)
         return first, second, third
     return NONE
 
 
-def _runs(call: Call) -> bool:
+def _run(call: Call) -> None:
     with contextlib.suppress(Exception):
         call()
-        return True
-    return False
 
 
 def _fastest(calls: Sequence[Call], device: torch.device) -> int:

@@ -107,21 +107,9 @@ def _as_c(value: Any) -> Any:
     return ctypes.c_int(value) if isinstance(value, int) else value
 
 
-_made: dict[Any, Kernel] = {}
-_locks: dict[Any, threading.Lock] = {}
-
-
+@functools.cache
 def kernel(sources: tuple[Path, ...], name: str, device: int) -> Kernel:
-    """``name`` may be an instance of a template, such as ``sum<0>``; the sources are read as one. Several threads may
-    ask for kernels, each of which is compiled once."""
-    key = sources, name, device
-    with _locks.setdefault(key, threading.Lock()):
-        if key not in _made:
-            _made[key] = _make(*key)
-        return _made[key]
-
-
-def _make(sources: tuple[Path, ...], name: str, device: int) -> Kernel:
+    """``name`` may be an instance of a template, such as ``sum<0>``; the sources are read as one."""
     major, minor = torch.cuda.get_device_capability(device)
     text = "\n".join(source.read_text() for source in sources)
     key = hashlib.sha256(f"{text}|{name}|{major}.{minor}|{torch.version.cuda}".encode()).hexdigest()[:24]
