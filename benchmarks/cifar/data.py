@@ -54,17 +54,27 @@ def load(folder: Path, split: str, device: torch.device, limit: int = 0) -> tupl
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, images: Images) -> float:
-    """In percent, in evaluation mode; the modes are put back."""
+def scores(model: torch.nn.Module, images: Images) -> torch.Tensor:
+    """Of all classes, in evaluation mode; the modes are put back."""
     modes = {m: m.training for m in model.modules()}
     model.eval()
     mean, std = (torch.tensor(v, device=images.x.device).view(1, 3, 1, 1) * 255 for v in (MEAN, STD))
-    right = torch.zeros((), device=images.x.device)
-    for x, y in zip(images.x.split(1000), images.y.split(1000), strict=True):
-        right += (model((x.float() - mean) / std).argmax(1) == y).sum()
+    found = [model((x.float() - mean) / std) for x in images.x.split(1000)]
     for module, mode in modes.items():
         module.training = mode
-    return 100 * float(right) / len(images.y)
+    return torch.cat(found)
+
+
+def accuracy(model: torch.nn.Module, images: Images) -> float:
+    """In percent."""
+    return 100 * float((scores(model, images).argmax(1) == images.y).sum()) / len(images.y)
+
+
+def loss(model: torch.nn.Module, images: Images) -> float:
+    """Cross entropy at the temperature that suits the model best: what recipes are told apart by, where accuracies on
+    10,000 images are within 0.2 points of each other by chance."""
+    found = scores(model, images).float()
+    return min(float(torch.nn.functional.cross_entropy(found * 0.9**k, images.y)) for k in range(-4, 25))
 
 
 def _noise() -> dict[str, np.ndarray]:

@@ -65,6 +65,8 @@ class Recipe:
     distill: bool = True
     temperature: float = 4.0
     share: float = 0.9
+    features: float = 0.0
+    """Weight of what differs from the teacher in the residual stream, at the end of each stage."""
     cutout: int = 0
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -85,6 +87,7 @@ _LONG = Recipe(fade=0.25, mend=8, mixup=0.2, clip=0.0)
 _PROMISE = Recipe(fewer=2.11, mend=16, lr=0.05, warmup=0.05)
 _ZEROS = Recipe(score="magnitude", allocate="global", schedule="cubic", rounds=40, until=0.4, clip=0.0)
 _MATCHED = replace(_LONG, mixup=1.0, share=1.0, decay_all=True)
+_TUNED = replace(_MATCHED)
 _AT_ONCE = replace(_ZEROS, schedule="one-shot", rounds=1, epochs=40, mend=8)
 EPOCHS = (100, 200, 300)
 """After the base, with all that is pruned in them."""
@@ -116,6 +119,7 @@ for _epochs in EPOCHS:
         POINTS[f"structured-{_fewer}-{_epochs}"] = _ours
         _best = replace(_MATCHED, fewer=float(_fewer), epochs=_epochs, target=_target)
         POINTS[f"matched-{_fewer}-{_epochs}"] = _best
+        POINTS[f"tuned-{_fewer}-{_epochs}"] = replace(_TUNED, fewer=float(_fewer), epochs=_epochs, target=_target)
         for _method in ("l1", "group", "sparse"):
             _theirs = replace(_best, peer=_method, target=None, fade=0.0, mend=0)
             POINTS[f"peer-{_fewer}-{_epochs}-{_method}"] = _theirs
@@ -155,6 +159,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small-batch": {"batch": 128},
     "low-rate": {"lr": 0.05},
     "clipped": {"clip": 1.0},
+    "features": {"features": 2.0},
+    "high-rate": {"lr": 0.2},
     "light": {"weight_decay": 2e-4},
     "decay-all": {"decay_all": True},
     "early": {"until": 0.25},

@@ -16,7 +16,7 @@ from torch import nn
 
 import sapwood as sw
 from benchmarks.cifar import peer, scores
-from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load
+from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
 from benchmarks.cifar.model import STREAM, ResNet, base, digest
 from benchmarks.cifar.recipes import Recipe
 from sapwood.measurement import count
@@ -101,6 +101,7 @@ class Run:
             dense, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
             mend=self.batches(r.mend), distill=r.distill, temperature=r.temperature, share=r.share,
+            features=self.stages() if r.features else (), feature_weight=r.features or 1.0,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
         return self.figures(found.model, dense, [vars(p) for p in found.curve], found.pruned and vars(found.pruned))
@@ -161,6 +162,10 @@ class Run:
     @property
     def example(self) -> torch.Tensor:
         return torch.zeros(2, 3, 32, 32, device=self.device)
+
+    def stages(self) -> list[str]:
+        """The last block of each."""
+        return [f"layers.{k * self.place.blocks - 1}" for k in (1, 2, 3)]
 
     def budget(self) -> sw.Budget | None:
         r = self.recipe
@@ -271,7 +276,8 @@ class Run:
     def figures(self, model: nn.Module, dense: nn.Module, curve: list[Any], pruned: Any) -> dict[str, Any]:
         model = model.eval()
         return {
-            "accuracy": round(self.look(model), 3), "base": round(self.look(dense.eval()), 3),
+            "accuracy": round(self.look(model), 3), "loss": round(loss(model, self.held), 5),
+            "base": round(self.look(dense.eval()), 3),
             "epochs": self.recipe.epochs, "digest": digest(model), "curve": curve, "pruned": pruned,
             **self.size(model, dense),
         }  # fmt: skip

@@ -202,6 +202,8 @@ def prune_and_recover(
     distill: bool = False,
     temperature: float = 4.0,
     share: float = 0.5,
+    features: Sequence[str] = (),
+    feature_weight: float = 1.0,
     validate: Validate | None = None,
     test: Validate | None = None,
     marks: Iterable[float] = MARKS,
@@ -229,7 +231,9 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
-    learning = (temperature, share, chosen.weight_decay, chosen.clip)
+    learning: tuple[Any, ...] = (temperature, share, chosen.weight_decay, chosen.clip)
+    if features:
+        learning += (tuple(features), feature_weight)
     same = (
         budget,
         pattern,
@@ -248,6 +252,7 @@ def prune_and_recover(
     targets = step.targets(model, example_inputs)
     teacher = cut(model, EMPTY) if distill else None
     extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
+    extra |= {"features": features, "feature_weight": feature_weight}
     extra["changing"] = not step.is_mask and not fade and found is None
     loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)
     pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend)

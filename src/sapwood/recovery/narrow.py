@@ -28,9 +28,8 @@ NONE: Ours = (0, 0, 0)
 
 WIDEST, TAPS, MOST_KINDS = 64, 9, 16
 """Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
-DEVICES: tuple[str, ...] = ()
-"""Where they are tried: ("cuda",) switches them on. An earlier form has trained on a GPU; this one loads ahead, has two
-ways of each and compiles them side by side, and is off until a GPU has run its tests (tests/test_gpu_training.py)."""
+DEVICES: tuple[str, ...] = ("cuda",)
+"""Where they are tried."""
 MOST_NUMBERS = 2**31 - 2**12
 """In an image or what is made of it: kernels count them, and a few more, in 32 bits."""
 GAIN, ERROR, REPEATS, TURNS = 0.9, 0.02, 20, 7
