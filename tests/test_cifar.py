@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cifar.__main__ import main, options
-from benchmarks.cifar.data import Images, accuracy, load, shrunk, unshrunk
+from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 def words(folder: Path, *more: str) -> list[str]:
     small = ["--data", "random", "--blocks", "1", "--limit", "192", "--device", "cpu", "--split", "validation"]
-    return [*small, "--out", str(folder / "out"), "--runs", str(folder / "runs"), "--one", "0", *more]
+    places = ["--out", str(folder / "out"), "--kept", str(folder / "kept"), "--runs", str(folder / "runs")]
+    return [*small, *places, "--one", "0", *more]
 
 
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
@@ -36,13 +38,22 @@ def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     before = {f: f.read_bytes() for f in files}
     main(words(tmp_path, "--point", *points, *quick))
     assert {f: f.read_bytes() for f in files} == before  # what is done is not done again
+    back, kept, unfinished = tmp_path / "back", tmp_path / "kept", tmp_path / "out" / "nm24-validation-1.jsonl"
+    unfinished.write_text(json.dumps({"event": "step", "name": "nm24"}) + "\n")
+    assert main(words(tmp_path, "--collect", str(back))) == 0
+    assert (back / "results.tgz").exists() and (back / "base-validation.safetensors").exists()
+    kept.mkdir()
+    assert main(words(tmp_path, "--merge", str(back / "results.tgz"))) == 0
+    assert {f.name: f.read_bytes() for f in kept.iterdir()} == {f.name: data for f, data in before.items()}
+    for file in files:
+        file.unlink()
+    main(words(tmp_path, "--point", *points, *quick))
+    assert list((tmp_path / "out").glob("*.jsonl")) == [unfinished]  # nor what was done elsewhere
     capsys.readouterr()
     assert main(words(tmp_path, "--tables")) == 0
     table = capsys.readouterr().out
     assert all(p in table for p in points)
     assert "94.2" not in table  # what is asked for is asked of test data
-    assert main(words(tmp_path, "--collect", str(tmp_path / "back"))) == 0
-    assert (tmp_path / "back" / "results.tgz").exists() and (tmp_path / "back" / "base-validation.safetensors").exists()
 
 
 def test_a_run_without_its_base_says_so(tmp_path: Path) -> None:
@@ -108,3 +119,7 @@ def test_accuracy_is_in_percent() -> None:
         model.fc.bias.copy_(torch.eye(10)[3])
     images = Images(torch.zeros(8, 3, 32, 32, dtype=torch.uint8), torch.tensor([3] * 6 + [1] * 2))
     assert accuracy(model, images) == 75.0 and model.training
+    with torch.no_grad():
+        model.fc.bias.mul_(3.0)
+    least = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25 / 9))  # of the right odds; 3 is near the best scale
+    assert least <= loss(model, images) < 1.01 * least

@@ -10,8 +10,9 @@
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
                                [--back DIR]   # the same after each run
+    python -m benchmarks.cifar --merge results.tgz    # finished runs of such a file to benchmarks/results/cifar
 
---point takes several names, and groups: promise, ablation. Runs that are done
+--point takes several names, and groups: promise, ablation. Runs that are done, here or in benchmarks/results/cifar,
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
 """
 
@@ -22,16 +23,17 @@ import itertools
 import shutil
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.cifar import tables
 from benchmarks.cifar.recipes import VARIANTS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
-from benchmarks.cifar.work import Place, Run, TimeUpError, done
+from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done
 
-FILES_BACK = 8
-"""Of which one holds the results."""
+FILES_BACK = 6
+"""Of which one holds the results; eight come back at once, with what else there is."""
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
 
@@ -46,7 +48,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--each", nargs="*", default=[], choices=sorted(VARIANTS), help="as is, and with each of these")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--data", type=Path, default=Path("scratch/cifar"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar"))
+    parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    parser.add_argument("--kept", type=Path, default=KEPT, help="finished runs; these are not run again")
     parser.add_argument("--runs", type=Path, default=Path("runs/cifar"))
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--side-by-side", type=int, default=3)
@@ -64,6 +67,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--jobs", type=Path)
     parser.add_argument("--collect", type=Path)
+    parser.add_argument("--merge", type=Path, metavar="results.tgz")
     parser.add_argument("--back", type=Path, help="collect there after each run, so that a kill loses none")
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
     parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -75,12 +79,14 @@ def main(words: list[str] | None = None) -> int:
     given = options().parse_args(words)
     place = Place(
         given.data, given.out, given.runs, given.split, given.deadline, given.compile, given.graph, given.limit,
-        given.blocks, given.device,
+        given.blocks, given.device, given.kept,
     )  # fmt: skip
     if given.collect is not None:
         return collect(place, given.collect)
+    if given.merge is not None:
+        return merge(given.merge, given.kept)
     if given.tables:
-        print(tables.write(given.out))
+        print(tables.write(given.kept))
         return 0
     if given.speed is not None:
         from benchmarks.cifar.speed import measure, profile
@@ -126,7 +132,7 @@ def changes_of(given: argparse.Namespace) -> list[str]:
 
 def all_done(given: argparse.Namespace) -> bool:
     """Whether the runs of one process are through."""
-    place = Place(given.data, given.out, given.runs, given.split)
+    place = Place(given.data, given.out, given.runs, given.split, kept=given.kept)
     names = [recipe_of(name, given.variant, changes_of(given))[0] for point in given.point for name in names_of(point)]
     return all(done(place, name, given.one) is not None for name in names)
 
@@ -179,6 +185,18 @@ def collect(place: Place, out: Path) -> int:
     for path in kept[: FILES_BACK - 1]:
         shutil.copyfile(path, out / path.name)
     print(f"{out}: results.tgz and {len(kept[: FILES_BACK - 1])} of {len(kept)} weights")
+    return 0
+
+
+def merge(file: Path, kept: Path) -> int:
+    """Events of finished runs; one that is kept already is not replaced."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(file) as found:
+            found.extractall(folder, filter="data")
+        for path in sorted(Path(folder).rglob("*.jsonl")):
+            if '"event": "done"' in path.read_text() and not (kept / path.name).exists():
+                shutil.copyfile(path, kept / path.name)
+                print(path.name)
     return 0
 
 

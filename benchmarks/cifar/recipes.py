@@ -45,6 +45,8 @@ class Recipe:
     pattern: str = "unstructured"
     score: str = "l1"
     allocate: str = "uniform"
+    late: float = 0.0
+    """Uniform but for the last stage, which keeps 1 + so many times the share, and the first, which keeps less."""
     inner: bool = True
     """Channels are cut inside blocks only; the residual stream stays."""
     schedule: str = "one-shot"
@@ -65,8 +67,8 @@ class Recipe:
     distill: bool = True
     temperature: float = 4.0
     share: float = 0.9
-    features: float = 0.0
-    """Weight of what differs from the teacher in the residual stream, at the end of each stage."""
+    mirrored: bool = False
+    """The teacher looks at each image and its mirror image."""
     cutout: int = 0
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -159,7 +161,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small-batch": {"batch": 128},
     "low-rate": {"lr": 0.05},
     "clipped": {"clip": 1.0},
-    "features": {"features": 2.0},
     "high-rate": {"lr": 0.2},
     "light": {"weight_decay": 2e-4},
     "decay-all": {"decay_all": True},

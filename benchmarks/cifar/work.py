@@ -17,11 +17,13 @@ from torch import nn
 import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
-from benchmarks.cifar.model import STREAM, ResNet, base, digest
+from benchmarks.cifar.model import STREAM, Mirrored, ResNet, base, digest, stage
 from benchmarks.cifar.recipes import Recipe
 from sapwood.measurement import count
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
 
+KEPT = Path("benchmarks/results/cifar")
+"""Finished runs, in the repository; where a run writes is another folder, that git ignores."""
 MARKS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -43,6 +45,7 @@ class Place:
     limit: int = 0
     blocks: int = 9
     device: str = "auto"
+    kept: Path = KEPT
 
     def events(self, name: str, seed: int) -> Path:
         return self.results / f"{name}-{self.split}-{seed}.jsonl"
@@ -56,13 +59,14 @@ class Place:
         if self.split == "test":
             return self.data / WEIGHTS
         own = self.runs / f"base-{self.split}.safetensors"
-        return own if own.exists() else self.results / own.name
+        return own if own.exists() else self.kept / own.name
 
 
 def done(place: Place, name: str, seed: int) -> dict[str, Any] | None:
-    """The last event of a run that is through."""
+    """The last event of a run that is through, here or among those that are kept."""
     path = place.events(name, seed)
-    lines = path.read_text().splitlines() if path.exists() else []
+    files = [f for f in (place.kept / path.name, path) if f.exists()]
+    lines = [line for file in files for line in file.read_text().splitlines()]
     for line in reversed(lines):
         try:
             event: dict[str, Any] = json.loads(line)
@@ -100,8 +104,8 @@ class Run:
         found = sw.prune_and_recover(
             dense, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
-            mend=self.batches(r.mend), distill=r.distill, temperature=r.temperature, share=r.share,
-            features=self.stages() if r.features else (), feature_weight=r.features or 1.0,
+            mend=self.batches(r.mend), temperature=r.temperature, share=r.share,
+            distill=Mirrored(self.dense()) if r.mirrored else r.distill,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
         return self.figures(found.model, dense, [vars(p) for p in found.curve], found.pruned and vars(found.pruned))
@@ -163,10 +167,6 @@ class Run:
     def example(self) -> torch.Tensor:
         return torch.zeros(2, 3, 32, 32, device=self.device)
 
-    def stages(self) -> list[str]:
-        """The last block of each."""
-        return [f"layers.{k * self.place.blocks - 1}" for k in (1, 2, 3)]
-
     def budget(self) -> sw.Budget | None:
         r = self.recipe
         if r.fewer or r.channels:
@@ -181,7 +181,11 @@ class Run:
                 score = scores.lamp
             elif r.score == "taylor":
                 score = scores.taylor(dense, self.batches(8))
-            return {"score": score, "allocate": r.allocate, "ignore": STREAM if r.inner else ()}
+            allocate: Any = r.allocate
+            if r.late:
+                first, last = (stage(k, self.place.blocks) for k in (0, 2))
+                allocate = {first: 1 / (1 + r.late), last: 1 + r.late}
+            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else ()}
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}

@@ -19,6 +19,9 @@ from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_
 from sapwood.types import Budget, Plan, Scale
 
 ALLOCATIONS = ("uniform", "global")
+Allocate = str | Mapping[str, float]
+"""One of ALLOCATIONS; or names, which stand for what ``ignore`` takes, and how many times the share of the others
+they keep: uniform but for these."""
 
 
 @uncollected()
@@ -26,15 +29,14 @@ def draft_plan(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: str = "global",
+    allocate: Allocate = "global",
     ignore: Iterable[str] = (),
     round_to: RoundTo = None,
     score_name: str = "",
     frozen_groups: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
-    if allocate not in ALLOCATIONS:
-        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
+    require_allocation(allocate)
     barred = frozen_groups or {}
     fixed = fixed_groups(trace, ignore, barred)
 
@@ -57,6 +59,19 @@ def draft_plan(
             )
             plan = replace(plan, notes=(*plan.notes, told))
     return plan
+
+
+def require_allocation(allocate: Any) -> None:
+    if isinstance(allocate, Mapping):
+        numbers = (int, float)
+        fits = (isinstance(v, numbers) and not isinstance(v, bool) and 0 < v < math.inf for v in allocate.values())
+        if all(fits) and all(isinstance(name, str) for name in allocate):
+            return
+        got, remedy = repr(dict(allocate))[:120], "For example allocate={'layer4': 1.5, 're:layer1.*': 0.7}."
+        raise explain("names with numbers above 0", got, remedy, "allocate")
+    if allocate not in ALLOCATIONS:
+        wanted = f"{' or '.join(ALLOCATIONS)}, or names with numbers"
+        raise explain(wanted, repr(allocate), "Choose how the cut is shared out.", "allocate")
 
 
 def _in_steps(
@@ -125,10 +140,10 @@ def weights_of(trace: Trace) -> list[int]:
     return [max(1, sum(len(trace.shapes[name]) > 1 for name, _ in g.sites)) for g in trace.groups]
 
 
-def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:
+def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": allocate,
+        "allocate": allocate if isinstance(allocate, str) else dict(allocate),
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
@@ -138,7 +153,7 @@ def _count(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: str,
+    allocate: Allocate,
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
@@ -149,10 +164,11 @@ def _count(
     if limit >= dense:
         return trace.dense
     ranks = _ranks(scores)
+    share = _shares(trace, {} if isinstance(allocate, str) else allocate)
 
     def targets(level: float) -> np.ndarray:
-        if allocate == "uniform":
-            return widths * level
+        if allocate != "global":
+            return np.asarray(widths * np.minimum(1.0, level * share))
         best = level * sum(trace.dense)
         return np.array([np.searchsorted(r, best, side="left") for r in ranks], dtype=float)
 
@@ -172,6 +188,15 @@ def _count(
     if least > limit:
         raise _unreachable(trace, budget, int(least), dense, limit, barred, round_to)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
+
+
+def _shares(trace: Trace, times: Mapping[str, float]) -> np.ndarray:
+    """What each group keeps, of the share of the group that keeps least."""
+    share = np.ones(len(trace.groups))
+    for pattern, number in times.items():
+        named = ignored_groups(trace, (pattern,), "allocate")
+        share[[g.name in named for g in trace.groups]] = number
+    return np.asarray(share / share.min(initial=np.inf)) if len(share) else share
 
 
 def block_sizes(trace: Trace) -> list[int]:
@@ -214,7 +239,7 @@ def _unreachable(
     )
 
 
-def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
+def ignored_groups(trace: Trace, patterns: Iterable[str], option: str = "ignore") -> set[str]:
     """Groups whose channels are made by what the patterns name.
 
     A module name stands for the channels that this module makes (its inputs may still shrink); a
@@ -226,7 +251,7 @@ def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
     modules = sorted({".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
     result: set[str] = set()
     for pattern in patterns:
-        chosen, exact = _matching(pattern, names, modules)
+        chosen, exact = _matching(pattern, names, modules, option)
         sites = {(n, d) for n in chosen for d in range(len(trace.shapes[n]))}
         made = {s for s in sites if s in trace.made}
         wanted = made if made and not exact else sites
@@ -234,12 +259,12 @@ def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
     return result
 
 
-def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[str], bool]:
+def _matching(pattern: str, names: list[str], modules: list[str], option: str) -> tuple[list[str], bool]:
     if pattern.startswith("re:"):
         try:
             fits = re.compile(pattern[3:]).fullmatch
         except re.error as error:
-            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", "ignore") from None
+            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", option) from None
         hit = {m for m in modules if fits(m)}
         chosen = [n for n in names if fits(n) or any(n.startswith(m + ".") for m in hit)]
     else:
@@ -253,7 +278,7 @@ def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[
             "names of parameters or modules",
             f"{pattern!r}, which matches nothing",
             f"Use a name of model.named_modules() or 're:...'.{hint}",
-            "ignore",
+            option,
         )
     return chosen, False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ class Loop:
         teacher: nn.Module | None = None,
         temperature: float = 4.0,
         share: float = 0.5,
-        features: Sequence[str] = (),
-        feature_weight: float = 1.0,
         accelerator: Accelerator | None = None,
         changing: bool = False,
     ) -> None:
@@ -67,7 +65,7 @@ class Loop:
             _require_model(teacher)
         self.compiled: dict[str, Compiled] = {}
         self.teacher = None if teacher is None else self._ready(teacher)
-        self._soften = (temperature, share, features, feature_weight)
+        self._soften = (temperature, share)
         self.changing = changing
         self._adopt(model, make_optimizer(model, settings, self.accelerator.device))
 

@@ -46,8 +46,6 @@ def recover(
     teacher: nn.Module | None = None,
     temperature: float = 4.0,
     share: float = 0.5,
-    features: Sequence[str] = (),
-    feature_weight: float = 1.0,
     validate: Validate | None = None,
     marks: Sequence[float] = MARKS,
     clip: float | None = None,
@@ -66,8 +64,7 @@ def recover(
     It takes ``fraction`` of the ``original_epochs`` (or ``epochs`` as they are). ``lr`` is the peak learning rate
     of the original training: ``rate="rewind"`` goes back to it, warmed up, and anneals to zero; ``"finetune"``
     stays at a hundredth of it. ``loss(model, batch)`` is the model's own or cross entropy where none is given. A
-    ``teacher`` (the dense model) switches distillation on; ``features`` names modules whose outputs, of the same shape
-    in both, are drawn to the teacher's, too. ``validate(model)`` is called at the ``marks``, shares of
+    ``teacher`` (the dense model) switches distillation on. ``validate(model)`` is called at the ``marks``, shares of
     the original epochs, and at the end. For speed: ``channels_last``, ``compile``, ``fused`` (the optimizer in one
     kernel) and ``graph`` (on one GPU the whole step is captured once and replayed, with batches of one shape).
     Under ``accelerate launch`` the same call trains on many devices.
@@ -96,8 +93,6 @@ def recover(
         teacher=teacher,
         temperature=temperature,
         share=share,
-        features=features,
-        feature_weight=feature_weight,
         accelerator=accelerator,
     )
     original = original_epochs or total_epochs / fraction
