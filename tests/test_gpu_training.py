@@ -185,6 +185,7 @@ def test_narrow_kernels_are_tried_beside_a_loader_with_threads(monkeypatch: pyte
     loader = DataLoader(stripes()[0].dataset, 32, shuffle=True, num_workers=2, pin_memory=True, drop_last=True)
     before = torch.cuda.get_rng_state()
     kinds = [(torch.device("cuda", 0), torch.bfloat16, (64, 16, 32, 32), (16, 16, 3, 3))]
+    narrow.compiled_ahead(kinds)
     assert all(len(narrow.tried(*kind)) == 3 for kind in kinds) and torch.equal(before, torch.cuda.get_rng_state())
     fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True, "graph": True}
     sw.recover(net(), loader, lr=0.05, epochs=2, **fast)

@@ -46,7 +46,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[str]]:
     """A library with what these tests launch, and the names in it."""
     names: dict[str, None] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(narrow_kernels, "_processors", lambda x: 2)
+        patch.setattr(narrow_kernels, "_processors", lambda device: 2)
         patch.setattr(narrow_kernels, "_kernel", lambda name, device: lambda *_: names.setdefault(name))
         for shape, dtype in [*((s, d) for s in SHAPES for d in DTYPES), *((s, torch.float16) for s in OF_MODELS)]:
             for way in WAYS:
@@ -62,7 +62,7 @@ launched: list[str] = []
 @pytest.fixture
 def on_cpu(known: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of two multiprocessors."""
-    monkeypatch.setattr(narrow_kernels, "_processors", lambda x: 2)
+    monkeypatch.setattr(narrow_kernels, "_processors", lambda device: 2)
     launched.clear()
     monkeypatch.setattr(narrow_kernels, "_kernel", lambda name, device: launched.append(name) or Emulated(*known, name))
     monkeypatch.setattr(narrow, "DEVICES", ("cpu",))
@@ -83,6 +83,18 @@ def test_products(shape: tuple[int, ...], way: int, dtype: torch.dtype) -> None:
         assert wanted is not None and got.shape == wanted.shape and got.dtype == dtype
         assert (got.double() - wanted).norm() <= 0.003 * wanted.norm()
         assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_compiled_ahead_is_what_runs(shape: tuple[int, ...]) -> None:
+    x, weight, grad = operands(shape, torch.bfloat16)
+    for way in WAYS:
+        computed(x, weight, grad, way)
+    used = set(launched)
+    launched.clear()
+    narrow_kernels.compile_for([(x.device, x.dtype, tuple(x.shape), tuple(weight.shape))])
+    assert set(launched) == used
 
 
 @pytest.mark.usefixtures("on_cpu")

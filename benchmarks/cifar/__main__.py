@@ -175,6 +175,8 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list
 def collect(place: Place, out: Path) -> int:
     """Events in one file, checkpoints and bases as they are, the newest first, as many as come back."""
     out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob("*.safetensors"):
+        stale.unlink()
     with tarfile.open(out / "results.tgz", "w:gz") as file:
         if place.results.exists():
             file.add(place.results, arcname="cifar")

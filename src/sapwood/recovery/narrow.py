@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ Kind = tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]
 Call = Callable[[], Tensor]
 NONE: Ours = (0, 0, 0)
 
-WIDEST, TAPS, MOST_KINDS = 64, 9, 16
-"""Channels and taps of what is tried; with more kinds of convolutions than this, trying takes too long."""
+WIDEST, TAPS = 64, 9
+"""Channels and taps of what is tried."""
+MOST_KINDS = max(16, 4 * (os.cpu_count() or 1))
+"""With more kinds of convolutions than this, trying takes too long: each has five kernels to compile."""
 DEVICES: tuple[str, ...] = ("cuda",)
 """Where they are tried."""
 MOST_NUMBERS = 2**31 - 2**12
@@ -122,6 +124,7 @@ class NarrowConvolutions:
         alike = {m: next(iter(kinds)) for m, kinds in self.seen.items() if len(kinds) == 1}
         new = {kind for kind in alike.values() if kind is not None} - _KNOWN.keys()
         if len(new) <= MOST_KINDS and new and _kernels_load():
+            compiled_ahead(new)
             _KNOWN.update({kind: tried(*kind) for kind in new})
         for module, kind in alike.items():
             if kind is not None and (ours := _KNOWN.get(kind, NONE)) != NONE:
@@ -159,6 +162,14 @@ def _kernels_load() -> bool:
     return not torch.version.hip
 
 
+def compiled_ahead(kinds: Iterable[Kind]) -> None:
+    """The kernels of all kinds at once, on all cores."""
+    from sapwood.recovery import narrow_kernels as kernels
+
+    with contextlib.suppress(Exception):  # what does not work is left out where it is tried
+        kernels.compile_for(kind for kind in kinds if kind[0].type == "cuda")
+
+
 def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], window: tuple[int, ...]) -> Ours:
     """Which way is the fastest for each of the three; ours that cannot be compiled or run here are not."""
     dice = torch.Generator(device).manual_seed(0)  # the training's own random numbers stay as they are
@@ -180,17 +191,9 @@ def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], windo
         made[0] += [functools.partial(kernels.product, x, weight, False, way) for way in products]
         made[1] += [functools.partial(kernels.product, grad, weight, True, way) for way in products]
         made[2] += [functools.partial(kernels.weights, x, grad, weight, way) for way in sums]
-        torch.cuda.synchronize(device)
-        with ThreadPoolExecutor() as pool:  # compiled side by side; ways of gradients of weights are one kernel
-            list(pool.map(_run, [*made[0][1:], *made[1][1:], made[2][1]]))
         first, second, third = (_fastest(calls, device) for calls in made)
         return first, second, third
     return NONE
-
-
-def _run(call: Call) -> None:
-    with contextlib.suppress(Exception):
-        call()
 
 
 def _fastest(calls: Sequence[Call], device: torch.device) -> int:

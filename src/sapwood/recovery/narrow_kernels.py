@@ -5,6 +5,10 @@ Images and weights are channels-last, sums are in float32. Compiled for the size
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from sapwood.sparse import cuda
 from sapwood.sparse.nvrtc import Kernel, kernel
 
 Tensor = torch.Tensor
+Sizes = tuple[int, ...]
 SHARED = (cuda.SOURCES / "device.cu", cuda.SOURCES / "common.cu")
 SOURCES = Path(__file__).parent / "kernels"
 FILES = {"narrow_product": "product.cu", "narrow_weights": "weights.cu", "narrow_sum": "weights.cu"}
@@ -40,8 +45,8 @@ def _last(*tensors: Tensor) -> list[Tensor]:
     return [t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.channels_last) for t in laid]
 
 
-def _processors(x: Tensor) -> int:
-    return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _named(name: str, *sizes: int | bool) -> str:
@@ -56,22 +61,29 @@ def product(x: Tensor, weight: Tensor, back: bool, way: int) -> Tensor:
 
 
 def product_with(x: Tensor, weight: Tensor, back: bool, eights: int, ahead: int) -> Tensor:
-    """A block, whose warps share the weights, has up to 32 outputs."""
     x, weight = _last(x, weight)
-    images, channels, height, width = x.shape
     out: Tensor = _like(x, weight, back, 0)
-    if not out.numel():
-        return out
-    made, pixels = out.shape[1], images * height * width
+    if out.numel():
+        sizes = tuple(x.shape), tuple(weight.shape)
+        name, grid, shared = _product(x.dtype, *sizes, back, eights, ahead, _processors(x.device))
+        pixels = x.numel() // x.shape[1]
+        _kernel(name, x.device.index)(grid, 32 * WARPS, shared, (x, weight, out, pixels))
+    return out
+
+
+def _product(
+    dtype: torch.dtype, size: Sizes, window: Sizes, back: bool, eights: int, ahead: int, processors: int
+) -> tuple[str, tuple[int, int], int]:
+    """Name, grid and shared memory of a kernel: a block, whose warps share the weights, has up to 32 outputs."""
+    images, channels, height, width = size
+    made, pixels = window[1 if back else 0], images * height * width
     if made > 16:
         eights = max(1, eights // 2)  # registers for twice the sums
-    while eights > 1 and -(-pixels // (8 * eights * WARPS)) * -(-made // 32) < 0.9 * _processors(x):
+    while eights > 1 and -(-pixels // (8 * eights * WARPS)) * -(-made // 32) < 0.9 * processors:
         eights //= 2  # work for all multiprocessors
-    shared = -(-weight[0, 0].numel() * -(-channels // 4) // 4) * min(2, -(-made // 16)) * 32 * 16
-    sizes = (KINDS[x.dtype], channels, made, height, width, *weight.shape[2:], back, eights, ahead, WARPS)
-    grid = (-(-pixels // (8 * eights * WARPS)), -(-made // 32))
-    _kernel(_named("narrow_product", *sizes), x.device.index)(grid, 32 * WARPS, shared, (x, weight, out, pixels))
-    return out
+    shared = -(-window[2] * window[3] * -(-channels // 4) // 4) * min(2, -(-made // 16)) * 32 * 16
+    sizes = (KINDS[dtype], channels, made, height, width, *window[2:], back, eights, ahead, WARPS)
+    return _named("narrow_product", *sizes), (-(-pixels // (8 * eights * WARPS)), -(-made // 32)), shared
 
 
 @product.register_fake
@@ -89,25 +101,54 @@ def weights(x: Tensor, grad: Tensor, weight: Tensor, way: int) -> Tensor:
 
 def weights_with(x: Tensor, grad: Tensor, weight: Tensor, pixels: int, blocks: int) -> Tensor:
     x, grad = _last(x, grad)
-    images, channels, height, width = x.shape
-    made, _, high, wide = weight.shape
     out: Tensor = _like_weight(x, grad, weight, 0)
     if not x.numel():
         return out.zero_()
-    device, kind, count = x.device.index, KINDS[x.dtype], out.numel()
+    device, count, images = x.device.index, out.numel(), x.shape[0]
+    name, strip, threads, shared = _weights(x.dtype, tuple(x.shape), tuple(weight.shape), pixels)
+    tiles = -(-weight.shape[0] // 16)
+    parts = max(1, min(images * -(-x.shape[2] // strip), blocks * _processors(x.device) // tiles))
+    sums = torch.empty((parts, count), dtype=torch.float32, device=x.device)
+    _kernel(name, device)((parts, tiles), threads, shared, (x, grad, sums, images))
+    _kernel(_sum(x.dtype), device)((-(-count // 32), 1), 1024, 4096, (sums, out, parts, count))
+    return out
+
+
+def _weights(dtype: torch.dtype, size: Sizes, window: Sizes, pixels: int) -> tuple[str, int, int, int]:
+    """Name of a kernel, rows of a strip, threads and shared memory of a block."""
+    (_, channels, height, width), (made, _, high, wide) = size, window
     strip = min(height, max(1, pixels // width))
     while strip > 1 and _room(channels, width, high, wide, strip)[1] > ROOM:
         strip -= 1
     threads, shared = _room(channels, width, high, wide, strip)
     if shared > ROOM:
         raise SapwoodError(f"rows of {width} pixels with {channels} channels do not fit into shared memory")
-    tiles = -(-made // 16)
-    parts = max(1, min(images * -(-height // strip), blocks * _processors(x) // tiles))
-    sums = torch.empty((parts, count), dtype=torch.float32, device=x.device)
-    sizes = (kind, channels, made, height, width, high, wide, strip)
-    _kernel(_named("narrow_weights", *sizes), device)((parts, tiles), threads, shared, (x, grad, sums, images))
-    _kernel(_named("narrow_sum", kind), device)((-(-count // 32), 1), 1024, 4096, (sums, out, parts, count))
-    return out
+    name = _named("narrow_weights", KINDS[dtype], channels, made, height, width, high, wide, strip)
+    return name, strip, threads, shared
+
+
+def _sum(dtype: torch.dtype) -> str:
+    return _named("narrow_sum", KINDS[dtype])
+
+
+def compile_for(kinds: Iterable[tuple[torch.device, torch.dtype, Sizes, Sizes]]) -> None:
+    """All kernels that convolutions of these kinds may use, side by side; those that cannot be are left out."""
+    wanted = set()
+    for device, dtype, size, window in kinds:
+        after = (size[0], window[0], *size[2:])
+        for eights, ahead in PRODUCTS:
+            for back in (False, True):
+                given = dtype, after if back else size, window, back, eights, ahead, _processors(device)
+                wanted.add((_product(*given)[0], device.index))
+        with contextlib.suppress(SapwoodError):
+            wanted |= {(_weights(dtype, size, window, STRIP_PIXELS)[0], device.index), (_sum(dtype), device.index)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_compiled, sorted(wanted)))
+
+
+def _compiled(which: tuple[str, int]) -> None:
+    with contextlib.suppress(Exception):
+        _kernel(*which)
 
 
 def _room(channels: int, width: int, high: int, wide: int, strip: int) -> tuple[int, int]:
