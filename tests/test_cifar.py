@@ -41,8 +41,9 @@ def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     back, kept, unfinished = tmp_path / "back", tmp_path / "kept", tmp_path / "out" / "nm24-validation-1.jsonl"
     unfinished.write_text(json.dumps({"event": "step", "name": "nm24"}) + "\n")
     assert main(words(tmp_path, "--collect", str(back))) == 0
-    assert (back / "results.tgz").exists() and (back / "base-validation.safetensors").exists()
+    assert (back / "results.tgz").exists() and (back / "weights" / "base-validation.safetensors").exists()
     kept.mkdir()
+    (kept / files[-1].name).write_text(json.dumps({"event": "stopped"}) + "\n")  # gives way to one that finished
     assert main(words(tmp_path, "--merge", str(back / "results.tgz"))) == 0
     assert {f.name: f.read_bytes() for f in kept.iterdir()} == {f.name: data for f, data in before.items()}
     for file in files:

@@ -63,12 +63,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: sw.make_plan(chain(), IMAGE, HALF, score=lambda w, d: torch.full((w.shape[d],), float("nan"))),
         ["finite"],
     ),
-    "no share": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 0}), ["above 0", "{'0': 0}"]),
-    "share of nothing": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"stem": 2}), ["allocate", "'stem'"]),
-    "share of a latency": (
-        lambda: sw.make_plan(chain(), IMAGE, sw.Budget(latency=0.5), allocate={"0": 2}),
-        ["latency", "{'0': 2}"],
-    ),
     "unknown allocation": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate="fair"), ["uniform", "'fair'"]),
     "ignore matches nothing": (
         lambda: sw.make_plan(chain(), IMAGE, HALF, ignore=("0.wieght",)),

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sapwood as sw
 from sapwood.errors import SapwoodError
-from sapwood.recovery import narrow, narrow_kernels
+from sapwood.recovery import loop, narrow, narrow_kernels
 from sapwood.recovery.regions import Compiled
 from tests.emulated import Emulated, emulated
 
@@ -93,7 +94,7 @@ def test_what_is_compiled_ahead_is_what_runs(shape: tuple[int, ...]) -> None:
         computed(x, weight, grad, way)
     used = set(launched)
     launched.clear()
-    narrow_kernels.compile_for([(x.device, x.dtype, tuple(x.shape), tuple(weight.shape))])
+    narrow_kernels.compile_for([(x.device, x.dtype, tuple(x.shape), tuple(weight.shape))], 2)
     assert set(launched) == used
 
 
@@ -244,3 +245,36 @@ def test_a_step_that_fails_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError), found.look():
         layer(torch.randn(1, 5, 5, 5))
     assert not layer._forward_pre_hooks and not found.looked
+
+
+class Plain:
+    """In place of a captured step: the step itself."""
+
+    refused = ""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.step(batch)  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("schedule", "rounds"), [("one-shot", 1), ("iterative", 3), ("cubic", 3)])
+def test_nothing_is_tried_before_the_last_cut(schedule: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    monkeypatch.setattr(loop, "graphed", lambda step, *rest: Plain(step))
+    monkeypatch.setattr(narrow, "DEVICES", ("cpu",))
+    monkeypatch.setattr(narrow, "_KNOWN", {})
+    monkeypatch.setattr(narrow, "tried", lambda *kind: tries.append(kind[3][0]) or narrow.NONE)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(16, 4))
+    data = [(torch.randn(4, 3, 8, 8), torch.randint(4, (4,))) for _ in range(6)]
+    fast: dict[str, Any] = {"mixed_precision": "bf16", "channels_last": True, "graph": True}
+    budget = sw.Budget(channels=0.25)
+    done = sw.prune_and_recover(
+        model, data[0][0], data, budget, lr=0.01, epochs=2, schedule=schedule, rounds=rounds, **fast
+    )
+    assert tries == [done.model[0].out_channels] == [4]

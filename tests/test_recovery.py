@@ -176,23 +176,6 @@ def test_distillation_follows_the_teacher(trained: nn.Module) -> None:
     assert all(torch.equal(t, before[n]) for n, t in trained.state_dict().items())
 
 
-def test_the_teacher_may_be_another_model(trained: nn.Module) -> None:
-    """One that says the opposite: the student follows it and not the model that was pruned."""
-
-    class Opposite(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = copy.deepcopy(trained)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return -self.inner(x)  # type: ignore[no-any-return]
-
-    loader, x, y = blobs()
-    budget, given = sw.Budget(sparsity=0.5), {"lr": 0.05, "epochs": 3, "share": 1.0}
-    followed = sw.prune_and_recover(trained, x[:2], loader, budget, distill=Opposite(), **given)
-    assert accuracy(followed.model, x, y) < 0.2 < 0.9 < accuracy(trained, x, y)
-
-
 def test_distance_is_zero_between_equals_and_scales_with_temperature() -> None:
     a, b = torch.randn(5, 7), torch.randn(5, 7)
     assert distance(a, a, 3.0) == pytest.approx(0, abs=1e-6)

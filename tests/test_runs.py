@@ -229,8 +229,6 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "wrong type": ({"train": {"epochs": "many"}}, [], "'many'"),
     "two budgets": ({"prune": [{"sparsity": 0.5, "channels": 0.5}]}, [], "exactly one"),
     "wrong option": ({"prune": [{"sparsity": 0.5, "allocate": "global"}]}, [], "'allocate'"),
-    "wrong share": ({"prune": [{"channels": 0.5, "allocate": {"0": "much"}}]}, [], "numbers above 0"),
-    "wrong allocation": ({"prune": [{"channels": 0.5, "allocate": "fair"}]}, [], "uniform"),
     "no steps": ({"prune": []}, [], "at least one step"),
     "of the library": ({"recover": {"original_epochs": 4}}, [], "Known are fraction, lr"),
     "no budget": ({"prune": [{"scope": "local"}]}, [], "a budget"),

@@ -32,15 +32,15 @@ def test_quick_zoo(section: str, name: str) -> None:
     row = ROWS[section, name] = run_entry(found.name, found.build, found.inputs, count_flops=False)
     assert row.ok, row.problem or f"{row.status}, error {row.max_error}"
     assert row.left_whole == 0
+    assert row.body_left <= 0.70  # of the weights; half of the channels are asked for
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_cut_is_a_real_one(section: str) -> None:
+def test_most_cuts_leave_a_quarter(section: str) -> None:
     own = [row for (part, _), row in ROWS.items() if part == section]
     if len(own) < sum(part == section for part, _ in cases()):
-        pytest.skip("needs the rows of the whole quick zoo")
+        pytest.skip("needs the rows of the whole quick zoo, in one process (pytest without -n)")
     assert statistics.median(r.body_left for r in own) <= 0.30
-    assert max(r.body_left for r in own) <= 0.70
 
 
 HEADS = {

@@ -174,9 +174,9 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list
 
 def collect(place: Place, out: Path) -> int:
     """Events in one file, checkpoints and bases as they are, the newest first, as many as come back."""
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob("*.safetensors"):
-        stale.unlink()
+    weights = out / "weights"
+    shutil.rmtree(weights, ignore_errors=True)  # those of an earlier look
+    weights.mkdir(parents=True)
     with tarfile.open(out / "results.tgz", "w:gz") as file:
         if place.results.exists():
             file.add(place.results, arcname="cifar")
@@ -185,21 +185,27 @@ def collect(place: Place, out: Path) -> int:
             file.add(logs, arcname="logs")
     kept = sorted(place.runs.glob("*.safetensors"), key=lambda f: (not f.name.startswith("base-"), -f.stat().st_mtime))
     for path in kept[: FILES_BACK - 1]:
-        shutil.copyfile(path, out / path.name)
+        shutil.copyfile(path, weights / path.name)
     print(f"{out}: results.tgz and {len(kept[: FILES_BACK - 1])} of {len(kept)} weights")
     return 0
 
 
 def merge(file: Path, kept: Path) -> int:
-    """Events of finished runs; one that is kept already is not replaced."""
+    """Events of finished runs, and of speed; a finished run that is kept already is not replaced."""
+    kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(file) as found:
             found.extractall(folder, filter="data")
         for path in sorted(Path(folder).rglob("*.jsonl")):
-            if '"event": "done"' in path.read_text() and not (kept / path.name).exists():
-                shutil.copyfile(path, kept / path.name)
+            there = kept / path.name
+            if path.name.startswith("speed-") or (_finished(path) and not (there.exists() and _finished(there))):
+                shutil.copyfile(path, there)
                 print(path.name)
     return 0
+
+
+def _finished(events: Path) -> bool:
+    return '"event": "done"' in events.read_text()
 
 
 if __name__ == "__main__":

@@ -49,23 +49,6 @@ STREAM = ("conv1", r"re:layers\.\d+\.conv2", r"re:layers\.\d+\.down.*")
 """What makes the channels of the residual stream: ignoring these cuts inside blocks only."""
 
 
-class Mirrored(nn.Module):
-    """Looks at every image and at its mirror image."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, (self.model(x) + self.model(x.flip(3))) / 2)
-
-
-def stage(number: int, blocks: int = 9) -> str:
-    """What makes the channels inside the blocks of a stage, counted from 0."""
-    places = "|".join(str(number * blocks + k) for k in range(blocks))
-    return rf"re:layers\.({places})\.conv1"
-
-
 def base(weights: Path, blocks: int = 9) -> nn.Module:
     model = ResNet(blocks)
     model.load_state_dict(load_file(weights))

@@ -17,7 +17,7 @@ from torch import nn
 import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
-from benchmarks.cifar.model import STREAM, Mirrored, ResNet, base, digest, stage
+from benchmarks.cifar.model import STREAM, ResNet, base, digest
 from benchmarks.cifar.recipes import Recipe
 from sapwood.measurement import count
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
@@ -104,8 +104,7 @@ class Run:
         found = sw.prune_and_recover(
             dense, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
-            mend=self.batches(r.mend), temperature=r.temperature, share=r.share,
-            distill=Mirrored(self.dense()) if r.mirrored else r.distill,
+            mend=self.batches(r.mend), distill=r.distill, temperature=r.temperature, share=r.share,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
         return self.figures(found.model, dense, [vars(p) for p in found.curve], found.pruned and vars(found.pruned))
@@ -181,11 +180,7 @@ class Run:
                 score = scores.lamp
             elif r.score == "taylor":
                 score = scores.taylor(dense, self.batches(8))
-            allocate: Any = r.allocate
-            if r.late:
-                first, last = (stage(k, self.place.blocks) for k in (0, 2))
-                allocate = {first: 1 / (1 + r.late), last: 1 + r.late}
-            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else ()}
+            return {"score": score, "allocate": r.allocate, "ignore": STREAM if r.inner else ()}
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}

@@ -199,7 +199,7 @@ def prune_and_recover(
     anneal: str = "linear",
     warmup: float = 0.1,
     loss: Loss | None = None,
-    distill: bool | nn.Module = False,
+    distill: bool = False,
     temperature: float = 4.0,
     share: float = 0.5,
     validate: Validate | None = None,
@@ -214,12 +214,11 @@ def prune_and_recover(
     """Prune a copy of the model on a schedule and recover it; the model given is not changed.
 
     A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
-    ``prune``. ``distill=True`` learns from the model given, ``distill=other`` from another one. ``test(model)`` is
-    noted beside ``validate(model)``, for the report. ``until`` is the part of a cubic schedule in which pruning goes
-    on. With ``fade=0.3`` the channels to cut shrink to nothing over the first 30% of the steps and are cut then.
-    ``mend`` takes a few batches: after each cut, what reads the removed channels is refitted on them and the
-    statistics of batch norms are taken anew. With ``checkpoint`` a call that was killed goes on where it was.
-    Everything else is as in ``recover``.
+    ``prune``. ``distill=True`` learns from the model given. ``test(model)`` is noted beside ``validate(model)``, for
+    the report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``fade=0.3`` the channels to
+    cut shrink to nothing over the first 30% of the steps and are cut then. ``mend`` takes a few batches: after each
+    cut, what reads the removed channels is refitted on them and the statistics of batch norms are taken anew. With
+    ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
     """
     step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
     if isinstance(mend, (torch.Tensor, str, Mapping)) or not isinstance(mend, Sequence):
@@ -240,15 +239,14 @@ def prune_and_recover(
         chosen.rate,
         chosen.seed,
         fade,
-        type(distill).__qualname__ if isinstance(distill, nn.Module) else distill,
+        distill,
         len(mend),
         learning,
     )
     keeper = None if checkpoint is None else Keeper(checkpoint, same)
     found = None if keeper is None else keeper.found()
     targets = step.targets(model, example_inputs)
-    other = distill if isinstance(distill, nn.Module) else model if distill else None
-    teacher = None if other is None else cut(other, EMPTY)
+    teacher = cut(model, EMPTY) if distill else None
     extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
     extra["changing"] = not step.is_mask and not fade and found is None
     loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)

@@ -19,9 +19,6 @@ from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_
 from sapwood.types import Budget, Plan, Scale
 
 ALLOCATIONS = ("uniform", "global")
-Allocate = str | Mapping[str, float]
-"""One of ALLOCATIONS; or names, which stand for what ``ignore`` takes, and how many times the share of the others
-they keep: uniform but for these."""
 
 
 @uncollected()
@@ -29,14 +26,15 @@ def draft_plan(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: Allocate = "global",
+    allocate: str = "global",
     ignore: Iterable[str] = (),
     round_to: RoundTo = None,
     score_name: str = "",
     frozen_groups: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
-    require_allocation(allocate)
+    if allocate not in ALLOCATIONS:
+        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
     barred = frozen_groups or {}
     fixed = fixed_groups(trace, ignore, barred)
 
@@ -59,19 +57,6 @@ def draft_plan(
             )
             plan = replace(plan, notes=(*plan.notes, told))
     return plan
-
-
-def require_allocation(allocate: Any) -> None:
-    if isinstance(allocate, Mapping):
-        numbers = (int, float)
-        fits = (isinstance(v, numbers) and not isinstance(v, bool) and 0 < v < math.inf for v in allocate.values())
-        if all(fits) and all(isinstance(name, str) for name in allocate):
-            return
-        got, remedy = repr(dict(allocate))[:120], "For example allocate={'layer4': 1.5, 're:layer1.*': 0.7}."
-        raise explain("names with numbers above 0", got, remedy, "allocate")
-    if allocate not in ALLOCATIONS:
-        wanted = f"{' or '.join(ALLOCATIONS)}, or names with numbers"
-        raise explain(wanted, repr(allocate), "Choose how the cut is shared out.", "allocate")
 
 
 def _in_steps(
@@ -140,10 +125,10 @@ def weights_of(trace: Trace) -> list[int]:
     return [max(1, sum(len(trace.shapes[name]) > 1 for name, _ in g.sites)) for g in trace.groups]
 
 
-def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
+def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": allocate if isinstance(allocate, str) else dict(allocate),
+        "allocate": allocate,
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
@@ -153,7 +138,7 @@ def _count(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: Allocate,
+    allocate: str,
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
@@ -164,11 +149,10 @@ def _count(
     if limit >= dense:
         return trace.dense
     ranks = _ranks(scores)
-    share = _shares(trace, {} if isinstance(allocate, str) else allocate)
 
     def targets(level: float) -> np.ndarray:
-        if allocate != "global":
-            return np.asarray(widths * np.minimum(1.0, level * share))
+        if allocate == "uniform":
+            return widths * level
         best = level * sum(trace.dense)
         return np.array([np.searchsorted(r, best, side="left") for r in ranks], dtype=float)
 
@@ -188,15 +172,6 @@ def _count(
     if least > limit:
         raise _unreachable(trace, budget, int(least), dense, limit, barred, round_to)
     return [int(c) for c in allocator.fit(limit, slack=0.002 * dense)]
-
-
-def _shares(trace: Trace, times: Mapping[str, float]) -> np.ndarray:
-    """What each group keeps, of the share of the group that keeps least."""
-    share = np.ones(len(trace.groups))
-    for pattern, number in times.items():
-        named = ignored_groups(trace, (pattern,), "allocate")
-        share[[g.name in named for g in trace.groups]] = number
-    return np.asarray(share / share.min(initial=np.inf)) if len(share) else share
 
 
 def block_sizes(trace: Trace) -> list[int]:
@@ -239,7 +214,7 @@ def _unreachable(
     )
 
 
-def ignored_groups(trace: Trace, patterns: Iterable[str], option: str = "ignore") -> set[str]:
+def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
     """Groups whose channels are made by what the patterns name.
 
     A module name stands for the channels that this module makes (its inputs may still shrink); a
@@ -251,7 +226,7 @@ def ignored_groups(trace: Trace, patterns: Iterable[str], option: str = "ignore"
     modules = sorted({".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
     result: set[str] = set()
     for pattern in patterns:
-        chosen, exact = _matching(pattern, names, modules, option)
+        chosen, exact = _matching(pattern, names, modules)
         sites = {(n, d) for n in chosen for d in range(len(trace.shapes[n]))}
         made = {s for s in sites if s in trace.made}
         wanted = made if made and not exact else sites
@@ -259,12 +234,12 @@ def ignored_groups(trace: Trace, patterns: Iterable[str], option: str = "ignore"
     return result
 
 
-def _matching(pattern: str, names: list[str], modules: list[str], option: str) -> tuple[list[str], bool]:
+def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[str], bool]:
     if pattern.startswith("re:"):
         try:
             fits = re.compile(pattern[3:]).fullmatch
         except re.error as error:
-            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", option) from None
+            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", "ignore") from None
         hit = {m for m in modules if fits(m)}
         chosen = [n for n in names if fits(n) or any(n.startswith(m + ".") for m in hit)]
     else:
@@ -278,7 +253,7 @@ def _matching(pattern: str, names: list[str], modules: list[str], option: str) -
             "names of parameters or modules",
             f"{pattern!r}, which matches nothing",
             f"Use a name of model.named_modules() or 're:...'.{hint}",
-            option,
+            "ignore",
         )
     return chosen, False
 

@@ -99,7 +99,7 @@ class Loop:
         if self.settings.graph:
             inner, processes = self.optimizer.optimizer, self.accelerator.num_processes
             self.graphed = graphed(self._whole_step, inner, self.accelerator.device, processes)
-            self.narrow = self._narrow() if self.graphed is not None else None
+            self.narrow = self._narrow() if self.graphed is not None and not self.changing else None
         self.rehold()
 
     def _compiled(self, name: str, model: nn.Module) -> nn.Module:

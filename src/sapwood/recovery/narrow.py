@@ -28,7 +28,8 @@ NONE: Ours = (0, 0, 0)
 
 WIDEST, TAPS = 64, 9
 """Channels and taps of what is tried."""
-MOST_KINDS = max(16, 4 * (os.cpu_count() or 1))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+MOST_KINDS = min(64, max(16, 4 * CORES))
 """With more kinds of convolutions than this, trying takes too long: each has five kernels to compile."""
 DEVICES: tuple[str, ...] = ("cuda",)
 """Where they are tried."""
@@ -167,7 +168,7 @@ def compiled_ahead(kinds: Iterable[Kind]) -> None:
     from sapwood.recovery import narrow_kernels as kernels
 
     with contextlib.suppress(Exception):  # what does not work is left out where it is tried
-        kernels.compile_for(kind for kind in kinds if kind[0].type == "cuda")
+        kernels.compile_for([kind for kind in kinds if kind[0].type == "cuda"], CORES)
 
 
 def tried(device: torch.device, dtype: torch.dtype, size: tuple[int, ...], window: tuple[int, ...]) -> Ours:

@@ -6,7 +6,6 @@ Images and weights are channels-last, sums are in float32. Compiled for the size
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,8 +130,8 @@ def _sum(dtype: torch.dtype) -> str:
     return _named("narrow_sum", KINDS[dtype])
 
 
-def compile_for(kinds: Iterable[tuple[torch.device, torch.dtype, Sizes, Sizes]]) -> None:
-    """All kernels that convolutions of these kinds may use, side by side; those that cannot be are left out."""
+def compile_for(kinds: Iterable[tuple[torch.device, torch.dtype, Sizes, Sizes]], at_once: int) -> None:
+    """All kernels that convolutions of these kinds may use, so many at once; those that cannot be are left out."""
     wanted = set()
     for device, dtype, size, window in kinds:
         after = (size[0], window[0], *size[2:])
@@ -142,7 +141,7 @@ def compile_for(kinds: Iterable[tuple[torch.device, torch.dtype, Sizes, Sizes]])
                 wanted.add((_product(*given)[0], device.index))
         with contextlib.suppress(SapwoodError):
             wanted |= {(_weights(dtype, size, window, STRIP_PIXELS)[0], device.index), (_sum(dtype), device.index)}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(_compiled, sorted(wanted)))
 
 
