@@ -14,6 +14,7 @@ from benchmarks.cifar.__main__ import main, options
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
+from benchmarks.cifar.tables import choices
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -95,6 +96,22 @@ def test_every_point_is_a_recipe() -> None:
     assert not changed.inner and changed.lr == 0.05 and changed.distill is False and changed.rounds == 3
     with pytest.raises(SystemExit, match="expected one of"):
         names_of("structured-3")
+
+
+def test_choices_are_compared_with_everything_else_alike() -> None:
+    """Rewinding is worth two points, and one more with the score that is better by one; one run is missing."""
+    worth = {"l1": 90.0, "random": 89.0}
+    events = {
+        f"ablation-2.57-{score}-global-{rate}-plain": [{"accuracy": base + 2 * (rate == "rewind") + more}]
+        for score, base in worth.items()
+        for rate in ("finetune", "rewind")
+        for more in [1.0 if (score, rate) == ("l1", "rewind") else 0.0]
+    }
+    lines = list(choices(events))
+    assert "| l1 | 91.50 | +1.50 ± 0.50 | 2 |" in lines and "| rewind | 92.00 | +2.50 ± 0.50 | 2 |" in lines
+    assert "| global | 90.75 |  | 4 |" in lines  # nothing to compare with
+    del events["ablation-2.57-random-global-finetune-plain"]
+    assert "| l1 | 91.50 | +2.00 | 2 |" in list(choices(events))
 
 
 def test_pixels_come_back() -> None:

@@ -73,6 +73,35 @@ def ablation(events: Events) -> Iterator[str]:
         yield "| " + " | ".join((*row, *cells)) + " |"
 
 
+def choices(events: Events) -> Iterator[str]:
+    """What each choice of the ablation is worth: the mean over all runs that made it, and by how much it is better or
+    worse than the mean of the others with everything else alike, run by run."""
+    found: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for name, runs in events.items():
+        if name.startswith("ablation-"):
+            _, point, *chosen = name.split("-")
+            found[point][tuple(chosen)] = statistics.mean(r["accuracy"] for r in runs)
+    for point, runs_of in sorted(found.items()):
+        yield f"| {point}: choice | mean of runs | against the others | runs |"
+        yield "|---|---|---|---|"
+        for place in range(4):
+            for choice in sorted({c[place] for c in runs_of}):
+                own = {c: v for c, v in runs_of.items() if c[place] == choice}
+                apart = []
+                for c, value in own.items():
+                    rest = [v for o, v in runs_of.items() if o != c and _but(o, place) == _but(c, place)]
+                    apart += [value - statistics.mean(rest)] if rest else []
+                told = f"{statistics.mean(apart):+.2f}" if apart else ""
+                if len(apart) > 1:
+                    told += f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}"
+                yield f"| {choice} | {statistics.mean(own.values()):.2f} | {told} | {len(own)} |"
+        yield ""
+
+
+def _but(chosen: tuple[str, ...], place: int) -> tuple[str, ...]:
+    return (*chosen[:place], *chosen[place + 1 :])
+
+
 def drops(events: Events) -> Iterator[str]:
     for name, runs in events.items():
         if "drop" in runs[0]:
@@ -99,7 +128,7 @@ def write(folder: Path) -> str:
     for split in ("test", "validation"):
         events = read(folder, split)
         if events:
-            parts += [*table(events, split), "", *drops(events), *ablation(events), ""]
+            parts += [*table(events, split), "", *drops(events), *ablation(events), "", *choices(events), ""]
     text = "\n".join([*parts, *speeds(folder)]).strip() + "\n"
     (folder / "tables.md").write_text(text)
     return text
