@@ -427,13 +427,26 @@ def test_a_killed_recovery_goes_on(
     with pytest.raises(KilledError):
         sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, on_step=kill, **given)
     assert path.exists()
-    with pytest.raises(sw.SapwoodError, match="other arguments"):
-        sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, **{**given, "lr": 0.01})
+    for other in ({"lr": 0.01}, {"options": {"score": "random"}}, {"optimizer": "adamw"}):
+        with pytest.raises(sw.SapwoodError, match="other arguments"):
+            sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, **{**given, **other})
     again = sw.prune_and_recover(trained, x[:2], loader, checkpoint=path, **given)
     assert not path.exists()
     for a, b in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert whole.plan.keep == again.plan.keep and whole.curve == again.curve
+
+
+def test_what_is_told_of_a_call_is_the_same_in_every_process() -> None:
+    given = {"score": distance, "ignore": ("fc", 3), "calibration": [torch.zeros(2)], "rate": Rate(), "none": None}
+    wanted = [
+        ("calibration", ["torch.Tensor"]),
+        ("ignore", ["fc", 3]),
+        ("none", None),
+        ("rate", "sapwood.recovery.rates.Rate"),
+        ("score", "sapwood.recovery.distillation.distance"),
+    ]
+    assert keeping.told(given) == wanted
 
 
 def test_images_on_the_device() -> None:

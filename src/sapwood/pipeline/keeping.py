@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ class Keeper:
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+def told(value: Any) -> Any:
+    """What a value says in any process: functions by name, of tensors and other objects the kind only."""
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return sorted((str(key), told(one)) for key, one in value.items())
+    if isinstance(value, (tuple, list)):
+        return [told(one) for one in value]
+    name = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{name.__module__}.{name.__qualname__}"
 
 
 def restored(model: nn.Module, found: Checkpoint | None) -> nn.Module:

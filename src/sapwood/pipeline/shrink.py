@@ -15,7 +15,7 @@ from torch import nn
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.masking.patterns import parse
-from sapwood.pipeline.keeping import Keeper, go_on, restored
+from sapwood.pipeline.keeping import Keeper, go_on, restored, told
 from sapwood.pipeline.prune import make_plan, prune
 from sapwood.recovery.loop import Loop, Settings, is_sharded
 from sapwood.recovery.mending import refit_, refresh_norms_
@@ -242,6 +242,8 @@ def prune_and_recover(
         distill,
         len(mend),
         learning,
+        told(chosen.optimizer),
+        told(step.options),
     )
     keeper = None if checkpoint is None else Keeper(checkpoint, same)
     found = None if keeper is None else keeper.found()
