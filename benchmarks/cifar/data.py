@@ -1,7 +1,7 @@
 """CIFAR-10 as tensors on the training device, and how it gets to a machine that takes 64 MiB at a time.
 
 python -m benchmarks.cifar.data pack --data ../shared/data/cifar10 --out scratch/cifar
-    writes scratch/cifar/0 and scratch/cifar/1, under 60 MiB each: carry one per call
+    writes scratch/cifar/0 and scratch/cifar/1, 55 MiB each, so that a checkout has room beside it: carry one per call
 python -m benchmarks.cifar.data join --out scratch/cifar
     there, when both have arrived: scratch/cifar/cifar10.npz and resnet56.safetensors
 
@@ -21,6 +21,8 @@ import torch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 HELD_OUT, SPLIT_SEED = 10_000, 20240
+FIRST_PART = 0.515
+"""Of the images; the weights go with the rest."""
 WEIGHTS, ARRAYS, PART = "resnet56.safetensors", "cifar10.npz", "part.npz"
 
 
@@ -140,13 +142,13 @@ def unshrunk(left_over: np.ndarray) -> np.ndarray:
 def pack(source: Path, out: Path) -> None:
     arrays = _decoded(source)
     pixels = np.concatenate([arrays["train_x"], arrays["test_x"]])
-    half = len(pixels) // 2
-    for part, images in enumerate((pixels[:half], pixels[half:])):
+    first = round(FIRST_PART * len(pixels))
+    for part, images in enumerate((pixels[:first], pixels[first:])):
         folder = out / str(part)
         folder.mkdir(parents=True, exist_ok=True)
         labels = {k: arrays[k].astype(np.uint8) for k in ("train_y", "test_y")}
         np.savez_compressed(folder / PART, pixels=shrunk(images), train_y=labels["train_y"], test_y=labels["test_y"])
-        if part == 0:
+        if part == 1:
             shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
         print(f"{folder}: {sum(f.stat().st_size for f in folder.iterdir()) / 2**20:.1f} MiB")
 
@@ -157,7 +159,7 @@ def join(out: Path) -> None:
     train_y, test_y = (parts[0][k].astype(np.int64) for k in ("train_y", "test_y"))
     count = len(train_y)
     np.savez(out / ARRAYS, train_x=pixels[:count], test_x=pixels[count:], train_y=train_y, test_y=test_y)
-    shutil.copyfile(out / "0" / WEIGHTS, out / WEIGHTS)
+    shutil.copyfile(out / "1" / WEIGHTS, out / WEIGHTS)
     print(f"{out / ARRAYS}: {len(train_y)} + {len(test_y)} images")
 
 
