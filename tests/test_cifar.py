@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.cifar.__main__ import main, options
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
+from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
 from benchmarks.cifar.tables import choices
@@ -112,6 +113,21 @@ def test_choices_are_compared_with_everything_else_alike() -> None:
     assert "| global | 90.75 |  | 4 |" in lines  # nothing to compare with
     del events["ablation-2.57-random-global-finetune-plain"]
     assert "| l1 | 91.50 | +2.00 | 2 |" in list(choices(events))
+
+
+def test_effects_of_a_plan() -> None:
+    """Accuracy is 90 + 0.1 for the first choice high - 0.2 for the last; the kept figures give what is said of them."""
+    rows = [[1 if bits >> k & 1 else -1 for k in range(7)] for bits in range(128)]
+    text = "\n".join(f"{row} ({90 + 0.1 * (row[0] > 0) - 0.2 * (row[6] > 0):.2f}, 0.25)" for row in rows)
+    worth, error = effects(text)
+    assert np.allclose(worth[:, 0], [0.1, 0, 0, 0, 0, 0, -0.2]) and np.allclose(worth[:, 1], 0)
+    assert np.allclose(error, 0)
+    kept = (Path(__file__).parents[1] / "benchmarks" / "results" / "cifar" / "factors.txt").read_text()
+    worth, error = effects(kept)
+    said = {line.split()[0]: line.split()[1:] for line in kept.splitlines() if line.startswith(NAMES)}
+    for name, found in zip(NAMES, worth, strict=True):
+        assert np.allclose(found, [float(number) for number in said[name]], rtol=0, atol=(6e-4, 6e-6)), name
+    assert "standard error 0.068 points and 0.00138" in kept and np.allclose(error, (0.068, 0.00138), rtol=0.01)
 
 
 def test_pixels_come_back() -> None:

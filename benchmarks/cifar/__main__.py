@@ -20,20 +20,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import sys
-import tarfile
-import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.cifar import tables
 from benchmarks.cifar.recipes import VARIANTS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
+from benchmarks.cifar.transfer import collect, merge
 from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done
 
-FILES_BACK = 6
-"""Of which one holds the results; eight come back at once, with what else there is."""
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
 
@@ -170,42 +166,6 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list
         failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)
-
-
-def collect(place: Place, out: Path) -> int:
-    """Events in one file, checkpoints and bases as they are, the newest first, as many as come back."""
-    weights = out / "weights"
-    shutil.rmtree(weights, ignore_errors=True)  # those of an earlier look
-    weights.mkdir(parents=True)
-    with tarfile.open(out / "results.tgz", "w:gz") as file:
-        if place.results.exists():
-            file.add(place.results, arcname="cifar")
-        logs = place.runs / "logs"
-        if logs.exists():
-            file.add(logs, arcname="logs")
-    kept = sorted(place.runs.glob("*.safetensors"), key=lambda f: (not f.name.startswith("base-"), -f.stat().st_mtime))
-    for path in kept[: FILES_BACK - 1]:
-        shutil.copyfile(path, weights / path.name)
-    print(f"{out}: results.tgz and {len(kept[: FILES_BACK - 1])} of {len(kept)} weights")
-    return 0
-
-
-def merge(file: Path, kept: Path) -> int:
-    """Events of finished runs, and of speed; a finished run that is kept already is not replaced."""
-    kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(file) as found:
-            found.extractall(folder, filter="data")
-        for path in sorted(Path(folder).rglob("*.jsonl")):
-            there = kept / path.name
-            if path.name.startswith("speed-") or (_finished(path) and not (there.exists() and _finished(there))):
-                shutil.copyfile(path, there)
-                print(path.name)
-    return 0
-
-
-def _finished(events: Path) -> bool:
-    return '"event": "done"' in events.read_text()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections import defaultdict
@@ -14,19 +15,22 @@ from benchmarks.cifar.recipes import POINTS
 Events = dict[str, list[dict[str, Any]]]
 
 
+def finished(path: Path) -> dict[str, Any] | None:
+    """The event with which a run ended, where it did."""
+    for line in reversed(path.read_text().splitlines() if path.exists() else []):
+        with contextlib.suppress(ValueError):  # a line may be cut off by a kill
+            event: dict[str, Any] = json.loads(line)
+            if event.get("event") == "done":
+                return event
+    return None
+
+
 def read(folder: Path, split: str) -> Events:
     """The last event of each finished run, by name of its recipe."""
     found: Events = defaultdict(list)
     for path in sorted(folder.glob(f"*-{split}-*.jsonl")):
-        events = []
-        for line in path.read_text().splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue  # cut off by a kill
-        finished = [e for e in events if e.get("event") == "done"]
-        if finished:
-            found[finished[-1]["name"]].append(finished[-1])
+        if (event := finished(path)) is not None:
+            found[event["name"]].append(event)
     return dict(found)
 
 

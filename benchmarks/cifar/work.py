@@ -19,6 +19,7 @@ from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
 from benchmarks.cifar.model import STREAM, ResNet, base, digest
 from benchmarks.cifar.recipes import Recipe
+from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
 
@@ -65,16 +66,7 @@ class Place:
 def done(place: Place, name: str, seed: int) -> dict[str, Any] | None:
     """The last event of a run that is through, here or among those that are kept."""
     path = place.events(name, seed)
-    files = [f for f in (place.kept / path.name, path) if f.exists()]
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    for line in reversed(lines):
-        try:
-            event: dict[str, Any] = json.loads(line)
-        except ValueError:
-            continue  # cut off by a kill
-        if event.get("event") == "done":
-            return event
-    return None
+    return finished(path) or finished(place.kept / path.name)
 
 
 class Run:
