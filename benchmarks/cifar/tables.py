@@ -15,14 +15,18 @@ from benchmarks.cifar.recipes import POINTS
 Events = dict[str, list[dict[str, Any]]]
 
 
-def finished(path: Path) -> dict[str, Any] | None:
+def ended(events: str) -> dict[str, Any] | None:
     """The event with which a run ended, where it did."""
-    for line in reversed(path.read_text().splitlines() if path.exists() else []):
+    for line in reversed(events.splitlines()):
         with contextlib.suppress(ValueError):  # a line may be cut off by a kill
             event: dict[str, Any] = json.loads(line)
             if event.get("event") == "done":
                 return event
     return None
+
+
+def finished(path: Path) -> dict[str, Any] | None:
+    return ended(path.read_text()) if path.exists() else None
 
 
 def read(folder: Path, split: str) -> Events:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-import tempfile
 from pathlib import Path
 
-from benchmarks.cifar.tables import finished
+from benchmarks.cifar.tables import ended, finished
 from benchmarks.cifar.work import Place
 
 FILES_BACK = 6
@@ -36,12 +35,13 @@ def collect(place: Place, out: Path) -> int:
 def merge(file: Path, kept: Path) -> int:
     """Events of finished runs, and of speed; a finished run that is kept already is not replaced."""
     kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(file) as found:
-            found.extractall(folder, filter="data")
-        for path in sorted(Path(folder).rglob("*.jsonl")):
-            there = kept / path.name
-            if path.name.startswith("speed-") or (finished(path) and not finished(there)):
-                shutil.copyfile(path, there)
-                print(path.name)
+    with tarfile.open(file) as found:
+        for member in sorted(found.getmembers(), key=lambda m: m.name):
+            name, content = Path(member.name).name, found.extractfile(member)
+            if content is None or not name.endswith(".jsonl"):
+                continue
+            data, there = content.read(), kept / name
+            if name.startswith("speed-") or (ended(data.decode()) and not finished(there)):
+                there.write_bytes(data)
+                print(name)
     return 0
