@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
+from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import choices
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -157,3 +160,20 @@ def test_accuracy_is_in_percent() -> None:
         model.fc.bias.mul_(3.0)
     least = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25 / 9))  # of the right odds; 3 is near the best scale
     assert least <= loss(model, images) < 1.01 * least
+
+
+def test_jobs_can_be_added_while_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def job(number: int) -> tuple[str, list[str]]:
+        return f"job{number}", [sys.executable, "-c", f"print('here is {number}'); raise SystemExit({number} == 3)"]
+
+    todo = [job(0), job(1)]
+
+    def add() -> None:
+        if len(todo) < 4:
+            todo.append(job(len(todo)))
+
+    assert run_all(lambda: todo, 1, tmp_path, {}, time.time() + 60, add) == 1  # the last one fails
+    told = capsys.readouterr().out
+    assert [f"job{k}: rc {int(k == 3)}" in told and f"here is {k}" in told for k in range(4)] == [True] * 4
+    assert run_all(lambda: todo, 2, tmp_path, {}, time.time() - 1) == 0
+    assert "not begun: job0, job1, job2, job3" in capsys.readouterr().out

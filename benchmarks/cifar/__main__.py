@@ -6,7 +6,8 @@
     python -m benchmarks.cifar --point base --split validation --seeds 1     # before any other validation run
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
     python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2;
-                                              # benchmarks/cifar/record.jobs has all that the record needs
+                                              # benchmarks/cifar/record.jobs has all that the record needs;
+                                              # lines may be added to the file while it is at work
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
                                [--back DIR]   # the same after each run
@@ -22,6 +23,7 @@ import argparse
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cifar import tables
@@ -99,16 +101,12 @@ def main(words: list[str] | None = None) -> int:
             plain = [w for w in words if w not in ("--mps", "--no-mps")]
             command = [sys.executable, "-m", "benchmarks.cifar", *plain, "--beside", beside, "--one"]
             jobs = [(f"speed-{k}", [*command, str(k)]) for k in range(given.together)]
-            return run_all(jobs, given.together, place.runs / "logs", env, time.time() + 60)
+            return run_all(lambda: jobs, given.together, place.runs / "logs", env, time.time() + 60)
     changes = changes_of(given)
     if given.jobs is not None:
         at = words.index("--jobs")
         common = [*words[:at], *words[at + 2 :], "--one", "0"]
-        lines = [line.split() for line in given.jobs.read_text().splitlines() if line.strip()]
-        todo = [line for line in lines if not all_done(options().parse_args([*common, *line]))]
-        said = ["_".join(w.strip("-").replace("/", "-") for w in line)[:80] for line in todo]
-        jobs = [(f"{k}_{name}", [*common, *line]) for k, (name, line) in enumerate(zip(said, todo, strict=True))]
-        return run_jobs(given, place, jobs)
+        return run_jobs(given, place, lambda: listed(given.jobs, common))
     if given.one is None:
         return launch(given, place, words, changes)
     chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
@@ -120,6 +118,17 @@ def main(words: list[str] | None = None) -> int:
                 print(f"{name}, seed {given.one}: stopped, goes on next time")
                 break
     return 0
+
+
+def listed(file: Path, common: list[str]) -> list[tuple[str, list[str]]]:
+    """The runs of a file that are not through; names are by line, so that more can be added at its end."""
+    found = []
+    for number, line in enumerate(file.read_text().splitlines()):
+        words = line.split()
+        if words and not all_done(options().parse_args([*common, *words])):
+            name = "_".join(w.strip("-").replace("/", "-") for w in words)[:80]
+            found.append((f"{number}_{name}", [*common, *words]))
+    return found
 
 
 def changes_of(given: argparse.Namespace) -> list[str]:
@@ -146,14 +155,14 @@ def launch(given: argparse.Namespace, place: Place, words: list[str], changes: l
             own, todo = todo[:share], todo[share:]
             more = ["--each", "--variant", *variants, "--point", *(p for p, _, _ in own), "--one", str(seed)]
             jobs.append((f"{own[0][1]}-{given.split}-{seed}", [*words, *more]))
-    return run_jobs(given, place, jobs)
+    return run_jobs(given, place, lambda: jobs)
 
 
-def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list[str]]]) -> int:
+def run_jobs(given: argparse.Namespace, place: Place, jobs: Callable[[], list[tuple[str, list[str]]]]) -> int:
     """Each with its words, in a process of its own, so many side by side."""
-    end = time.time() + 60 * given.minutes
-    print(f"{len(jobs)} processes to run, {given.side_by_side} at a time", flush=True)
-    if not jobs:
+    end, number = time.time() + 60 * given.minutes, len(jobs())
+    print(f"{number} processes to run, {given.side_by_side} at a time", flush=True)
+    if not number:
         return 0
 
     def back() -> None:
@@ -161,7 +170,10 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: list[tuple[str, list
             collect(place, given.back)
 
     command = [sys.executable, "-m", "benchmarks.cifar"]
-    whole = [(name, [*command, *words, "--deadline", str(end)]) for name, words in jobs]
+
+    def whole() -> list[tuple[str, list[str]]]:
+        return [(name, [*command, *words, "--deadline", str(end)]) for name, words in jobs()]
+
     with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
         failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")

@@ -55,28 +55,33 @@ def _quit(control: str, env: dict[str, str]) -> None:
 
 
 def run_all(
-    jobs: Sequence[tuple[str, list[str]]],
+    jobs: Callable[[], Sequence[tuple[str, list[str]]]],
     at_once: int,
     logs: Path,
     env: dict[str, str],
     end: float,
     after_each: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed."""
+    """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed.
+
+    What there is to run is asked for whenever there is room, so that jobs can be added on the way.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, failed = list(jobs), 0
+    begun: set[str] = set()
+    failed = 0
     going: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     try:
-        while waiting or going:
-            while waiting and len(going) < at_once and time.time() < end:
-                name, command = waiting.pop(0)
-                log = (logs / f"{name}.log").open("a")
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env})
-                log.close()
-                going[name] = (process, time.time())
-            if waiting and not going:
+        while True:
+            waiting = [] if len(going) >= at_once else [job for job in jobs() if job[0] not in begun]
+            if waiting and time.time() >= end and not going:
                 print(f"time is up; not begun: {', '.join(n for n, _ in waiting)}", flush=True)
-                break
+            if not going and (not waiting or time.time() >= end):
+                return failed
+            for name, command in waiting[: at_once - len(going)] if time.time() < end else []:
+                with (logs / f"{name}.log").open("a") as log:
+                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env})
+                begun.add(name)
+                going[name] = (process, time.time())
             time.sleep(0.2)
             for name, (process, since) in list(going.items()):
                 if process.poll() is not None:
@@ -88,4 +93,3 @@ def run_all(
     finally:
         for process, _ in going.values():
             process.terminate()
-    return failed
