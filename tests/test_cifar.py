@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from benchmarks.cifar.__main__ import main, options
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
-from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, names_of, recipe_of
+from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, TRIES, WAYS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import choices
+from benchmarks.cifar.work import Place, best_way, decided, is_ready
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -32,25 +34,27 @@ def words(folder: Path, *more: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ("--set", "batch=64", "--epochs", "1")
-    points = ["structured-4-100", "promise-half-40", "unstructured-90-100", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "try-sparse-rewound", "nm24"]
     assert main(words(tmp_path, "--point", "base", *quick)) == 0
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
     ends = {f.name.partition("_")[0]: json.loads(f.read_text().splitlines()[-1]) for f in files}
     assert all(e["event"] == "done" and len(e["digest"]) == 64 for e in ends.values())
-    assert 3.5 < ends["structured-4-100"]["fewer_macs"] < 4.5 and ends["unstructured-90-100"]["sparsity"] == 0.9
+    assert 3.5 < ends["structured-4-100"]["fewer_macs"] < 4.5 and ends["try-sparse-rewound"]["sparsity"] == 0.9
     before = {f: f.read_bytes() for f in files}
     main(words(tmp_path, "--point", *points, *quick))
     assert {f: f.read_bytes() for f in files} == before  # what is done is not done again
     back, kept, unfinished = tmp_path / "back", tmp_path / "kept", tmp_path / "out" / "nm24-validation-1.jsonl"
     unfinished.write_text(json.dumps({"event": "step", "name": "nm24"}) + "\n")
     assert main(words(tmp_path, "--collect", str(back))) == 0
-    assert (back / "results.tgz").exists() and (back / "weights" / "base-validation.safetensors").exists()
+    assert (back / "results.tgz").exists()
     kept.mkdir()
     (kept / files[-1].name).write_text(json.dumps({"event": "stopped"}) + "\n")  # gives way to one that finished
     assert main(words(tmp_path, "--merge", str(back / "results.tgz"))) == 0
-    assert {f.name: f.read_bytes() for f in kept.iterdir()} == {f.name: data for f, data in before.items()}
+    merged = {f.name: f.read_bytes() for f in kept.iterdir()}
+    assert merged.pop("base-validation.safetensors") == (tmp_path / "runs" / "base-validation.safetensors").read_bytes()
+    assert merged == {f.name: data for f, data in before.items()}
     for file in files:
         file.unlink()
     main(words(tmp_path, "--point", *points, *quick))
@@ -92,6 +96,30 @@ def test_the_record_is_made_of_points() -> None:
         assert set(given.point) <= set(POINTS) and given.point, line
 
 
+def test_a_point_is_made_of_the_best_way(tmp_path: Path) -> None:
+    place = Place(Path("random"), tmp_path / "out", tmp_path / "runs", kept=tmp_path / "kept")
+    point, tried = POINTS["long-2.11-200"], list(WAYS["long"])
+    place.kept.mkdir()
+    for number, name in enumerate(tried):
+        for seed in range(TRIES):
+            assert best_way("long", place) is None and not is_ready(POINTS["try-half-gentle"], held(place))
+            event = {"event": "done", "accuracy": 90 + (number == 2) - 0.5 * seed, "name": name}
+            (place.kept / f"try-long-{name}-validation-{seed}.jsonl").write_text(json.dumps(event) + "\n")
+    assert best_way("long", place) == tried[2] == "gentle-mixed" and not is_ready(point, place)  # no base of its own
+    with pytest.raises(SystemExit, match="sparse is not decided: --split validation --point sparse"):
+        decided(POINTS["sparse-90-200"], place)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "base-validation.safetensors").touch()
+    assert is_ready(POINTS["try-half-gentle"], held(place)) and is_ready(POINTS["base"], place)
+    made = decided(point, place)
+    assert (made.fewer, made.epochs, made.target, made.lr, made.mixup) == (2.11, 200, 94.2, 0.05, 0.2)
+    assert "gentle-mixed of" in made.about and decided(POINTS["nm24"], place) == POINTS["nm24"]
+
+
+def held(place: Place) -> Place:
+    return replace(place, split="validation")
+
+
 def test_every_point_is_a_recipe() -> None:
     assert {n for group in GROUPS.values() for n in group} <= set(POINTS)
     assert len(ABLATION) == 6 * 8 + 4 * 8
@@ -125,7 +153,7 @@ def test_effects_of_a_plan() -> None:
     worth, error = effects(text)
     assert np.allclose(worth[:, 0], [0.1, 0, 0, 0, 0, 0, -0.2]) and np.allclose(worth[:, 1], 0)
     assert np.allclose(error, 0)
-    kept = (Path(__file__).parents[1] / "benchmarks" / "results" / "cifar" / "factors.txt").read_text()
+    kept = (Path(__file__).parents[1] / "benchmarks" / "results" / "cifar" / "first-base" / "factors.txt").read_text()
     worth, error = effects(kept)
     said = {line.split()[0]: line.split()[1:] for line in kept.splitlines() if line.startswith(NAMES)}
     for name, found in zip(NAMES, worth, strict=True):

@@ -13,7 +13,8 @@
                                [--back DIR]   # the same after each run
     python -m benchmarks.cifar --merge results.tgz    # finished runs of such a file to benchmarks/results/cifar
 
---point takes several names, and groups: promise, ablation. Runs that are done, here or in benchmarks/results/cifar,
+--point takes several names, and groups: promise, ablation, and the choices of recipes.WAYS. Of a file of jobs those run
+first that stand first and whose base and choices are there. Runs that are done, here or in benchmarks/results/cifar,
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
 """
 
@@ -30,7 +31,7 @@ from benchmarks.cifar import tables
 from benchmarks.cifar.recipes import VARIANTS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
 from benchmarks.cifar.transfer import collect, merge
-from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done
+from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done, is_ready
 
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
@@ -121,11 +122,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 def listed(file: Path, common: list[str]) -> list[tuple[str, list[str]]]:
-    """The runs of a file that are not through; names are by line, so that more can be added at its end."""
+    """The runs of a file that can begin; names are by line, so that more can be added at its end."""
     found = []
     for number, line in enumerate(file.read_text().splitlines()):
         words = line.split()
-        if words and not all_done(options().parse_args([*common, *words])):
+        if words and waits(options().parse_args([*common, *words])):
             name = "_".join(w.strip("-").replace("/", "-") for w in words)[:80]
             found.append((f"{number}_{name}", [*common, *words]))
     return found
@@ -135,11 +136,12 @@ def changes_of(given: argparse.Namespace) -> list[str]:
     return [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
 
 
-def all_done(given: argparse.Namespace) -> bool:
-    """Whether the runs of one process are through."""
+def waits(given: argparse.Namespace) -> bool:
+    """Whether runs of one process are to be done, and can be."""
     place = Place(given.data, given.out, given.runs, given.split, kept=given.kept)
-    names = [recipe_of(name, given.variant, changes_of(given))[0] for point in given.point for name in names_of(point)]
-    return all(done(place, name, given.one) is not None for name in names)
+    runs = [recipe_of(name, given.variant, changes_of(given)) for point in given.point for name in names_of(point)]
+    left = [recipe for name, recipe in runs if done(place, name, given.one) is None]
+    return bool(left) and all(is_ready(recipe, place) for recipe in left)
 
 
 def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:

@@ -28,7 +28,7 @@ def effects(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT / "factors.txt"
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT / "first-base" / "factors.txt"
     worth, error = effects(path.read_text())
     for name, (points, entropy) in zip(NAMES, worth, strict=True):
         print(f"{name:13s} {points:+.3f}  {entropy:+.5f}")

@@ -11,20 +11,19 @@ each, clipped 92.03 and unclipped 92.00 and 92.36 are within the noise; the long
 Zeros come gradually by the cubic schedule and have more than half of the epochs left to anneal in. Channels are cut
 inside blocks only; cutting the residual stream, too, or a global ranking made no difference beyond the noise.
 
-``tuned`` points follow two plans of experiments on the validation split (benchmarks/results/cifar/factors.txt, with
-what of it comes from unfinished runs; 40 epochs, 2.57 times fewer MACs). An effect in the first plan has a standard
-error of 0.07 points: a little mixup (1.0 loses 0.13), weight decay as the base had it, on all parameters (2e-4 loses
-0.13), no features inside the network as targets (lose 0.09). The cut comes at once and is refitted, since fading
-channels out first gave nothing. The temperature stays: 2 loses 0.09 points, but gains in cross entropy. Labels beside
-the teacher's answers and the rate made no difference. In the second plan a product of rate and decay of 1e-4 with mixup
-0.2 had 92.2 to 92.5, one of 5e-5 or 2e-4 without mixup 91.9 to 92.3, which cannot be told apart; nothing is to be seen
-of a teacher that looks at the mirror image, too, and of more channels in late stages. The base had a product of 5e-5
-over 200 epochs. So a rate of 0.2 for up to 100 epochs, and 0.1 for 200.
+``tuned`` recipes follow two plans of experiments on the validation split (benchmarks/results/cifar/first-base). They
+misled: on the test images the one for 40 epochs had 93.04, a gentle one (half the base's rate, clipped) 93.50. The base
+they started from had been trained for 100 epochs, and pruned models that were trained at a high rate for 80 more were
+better than it, 92.67 against 92.44, which none is on the test images: a base that is not done learning speaks for high
+rates. So the base of the validation split is trained as the shared one was, for 200 epochs, and what is asked of it are
+few clear alternatives (WAYS); the best of each kind, by the mean of its runs, is what the points with that ``way`` are
+made of. Nobody decides by hand.
 
 The recipe of a point that has been run on test images stays as it is (FIRST); another one is a point of its own, and
 tables show both, so that it can be seen how many were tried on them.
 
-Choices are compared on a validation split (``--split validation``) with a base that has not seen it.
+Torch-Pruning is compared after 40 epochs, by the gentle recipe for both: what follows from a cut is washed out the more
+the longer both train alike.
 """
 
 from __future__ import annotations
@@ -78,6 +77,8 @@ class Recipe:
     batch: int = 256
     peer: str = ""
     """A method of Torch-Pruning in place of ours: l1, group or sparse."""
+    way: str = ""
+    """A choice of WAYS: all that a point does not say itself is as in the way that was best on the validation split."""
     only: str = ""
     """``drop`` looks at what is left right after pruning, ``train`` trains the base itself."""
 
@@ -94,48 +95,72 @@ class Recipe:
 
 _LONG = Recipe(fade=0.25, mend=8, mixup=0.2, clip=0.0)
 _MATCHED = replace(_LONG, mixup=1.0, share=1.0, decay_all=True)
-_TUNED = replace(_MATCHED, mixup=0.2, fade=0.0)
-_FLAT = replace(_TUNED, sam=0.5, lr=0.2)
-_PROMISE = Recipe(fewer=2.11, mend=16, lr=0.05, warmup=0.05)
+_TUNED = replace(_MATCHED, mixup=0.2, fade=0.0, lr=0.2)
+_PROMISE = Recipe(mend=16, lr=0.05, warmup=0.05)
 _ZEROS = Recipe(score="magnitude", allocate="global", schedule="cubic", rounds=40, until=0.4, clip=0.0)
 _AT_ONCE = replace(_ZEROS, schedule="one-shot", rounds=1, epochs=40, mend=8)
-_LIGHTER = {"95": 3e-4, "98": 2e-4}
-_RATES = {40: 0.2, 100: 0.2, 200: 0.1}
-"""By epochs."""
-STRUCTURED = {("2.11", 40): 93.37, ("2.11", 200): 94.2, ("2.57", 100): 93.7, ("2.57", 200): 94.0, ("4", 200): 93.0}
+STRUCTURED = {("2.11", 200): 94.2, ("2.57", 100): 93.7, ("2.57", 200): 94.0, ("4", 200): 93.0}
 UNSTRUCTURED = {"80": 94.3, "90": 94.1, "95": 93.6, "98": 92.0}
 """What is asked for, by epochs after the base with all that is pruned in them; those of UNSTRUCTURED within 300."""
 
 FIRST: dict[str, Recipe] = {
-    "promise-40": replace(_PROMISE, epochs=40, target=93.37),
     "oneshot-90": replace(_AT_ONCE, sparsity=0.9, target=93.37, clip=1.0),
     "structured-2.57-100": replace(_LONG, fewer=2.57, epochs=100, target=93.7),
     "structured-4-100": replace(_LONG, fewer=4.0, epochs=100),
     "matched-2.57-100": replace(_MATCHED, fewer=2.57, epochs=100, target=93.7),
+    "tuned-2.11-40": replace(_TUNED, fewer=2.11, epochs=40, target=93.37),
+    "promise-half-40": replace(_TUNED, channels=0.5, inner=False, epochs=40, target=92.37),
 }
 """Earlier recipes for points of the record, which have been run on test images."""
 
+_TRIED = Recipe(fewer=2.57, epochs=60, mend=8)
+_SMALL = replace(_TRIED, fewer=4.0, epochs=40)
+_SPARSE = replace(_ZEROS, sparsity=0.9, epochs=60)
+WAYS: dict[str, dict[str, Recipe]] = {
+    "long": {
+        "gentler": replace(_TRIED, lr=0.02),
+        "gentle": replace(_TRIED, lr=0.05),
+        "gentle-mixed": replace(_TRIED, lr=0.05, mixup=0.2),
+        "rewound": replace(_TRIED, lr=0.1),
+        "rewound-mixed": replace(_TUNED, fewer=2.57, epochs=60, lr=0.1),
+        "tuned": replace(_TUNED, fewer=2.57, epochs=60),
+    },
+    "half": {
+        "everywhere": replace(_TUNED, channels=0.5, inner=False, epochs=40),
+        "gentle": replace(_SMALL, lr=0.05),
+        "rewound": replace(_SMALL, lr=0.1),
+        "tuned": replace(_TUNED, fewer=4.0, epochs=40),
+    },
+    "sparse": {
+        "gentle": replace(_SPARSE, lr=0.05),
+        "gentle-mixed": replace(_SPARSE, lr=0.05, mixup=0.2),
+        "rewound": _SPARSE,
+        "rewound-mixed": replace(_SPARSE, mixup=0.2),
+    },
+}
+"""What is compared on the validation split, TRIES runs of each, before the points that ask for it are run."""
+TRIES = 2
+
 POINTS: dict[str, Recipe] = {
     **FIRST,
-    "base": Recipe("ResNet-56 without the validation images", only="train", distill=False, clip=0.0),
-    "promise-20": replace(_PROMISE, epochs=20, target=92.37),
-    "promise-half-40": replace(_TUNED, channels=0.5, inner=False, epochs=40, lr=_RATES[40], target=92.37),
+    "base": Recipe("ResNet-56 without the validation images", only="train", distill=False, clip=0.0, decay_all=True),
+    "promise-20": replace(_PROMISE, fewer=2.11, epochs=20, target=92.37),
+    "promise-40": replace(_PROMISE, fewer=2.11, epochs=40, target=93.37),
+    "promise-2.57-40": replace(_PROMISE, fewer=2.57, epochs=40),
+    "promise-4-40": replace(_PROMISE, fewer=4.0, epochs=40),
+    "half-40": Recipe(way="half", epochs=40, target=92.37),
     "drop": Recipe("right after pruning", only="drop", fewer=2.11, mend=16),
     "drop-half": Recipe("right after pruning", only="drop", channels=0.5, inner=False, mend=16),
     "oneshot-unclipped-90": replace(_AT_ONCE, sparsity=0.9, target=93.37),
     "nm24": replace(_AT_ONCE, pattern="2:4", lr=0.05, target=94.2, clip=1.0),
 }
+POINTS |= {f"try-{way}-{name}": recipe for way, tried in WAYS.items() for name, recipe in tried.items()}
 for _share, _target in UNSTRUCTURED.items():
-    _point = replace(_ZEROS, sparsity=int(_share) / 100)
-    POINTS[f"unstructured-{_share}-100"] = replace(_point, epochs=100, weight_decay=_LIGHTER.get(_share, 5e-4))
-    POINTS[f"sparse-{_share}-200"] = replace(_point, epochs=200, mixup=0.2, share=1.0, target=_target)
-for _fewer, _epochs in itertools.product(("2.11", "2.57", "4"), (40, 100, 200)):
-    _ours = replace(_TUNED, fewer=float(_fewer), epochs=_epochs, lr=_RATES[_epochs])
-    _asked = STRUCTURED.get((_fewer, _epochs))
-    POINTS[f"tuned-{_fewer}-{_epochs}"] = replace(_ours, target=_asked)
-    POINTS[f"flat-{_fewer}-{_epochs}"] = replace(_FLAT, fewer=float(_fewer), epochs=_epochs, target=_asked)
-    for _method in ("l1", "group", "sparse"):
-        POINTS[f"peer-{_fewer}-{_epochs}-{_method}"] = replace(_ours, peer=_method, mend=0)
+    POINTS[f"sparse-{_share}-200"] = Recipe(way="sparse", sparsity=int(_share) / 100, epochs=200, target=_target)
+for (_fewer, _epochs), _target in STRUCTURED.items():
+    POINTS[f"long-{_fewer}-{_epochs}"] = Recipe(way="long", fewer=float(_fewer), epochs=_epochs, target=_target)
+for _fewer, _method in itertools.product(("2.11", "2.57", "4"), ("l1", "group", "sparse")):
+    POINTS[f"peer-{_fewer}-40-{_method}"] = replace(_PROMISE, fewer=float(_fewer), epochs=40, peer=_method, mend=0)
 
 ABLATION: dict[str, Recipe] = {}
 for _score, _allocate, _rate, _distill in itertools.product(
@@ -150,8 +175,9 @@ for _score, _allocate, _rate, _distill in itertools.product(
 POINTS |= ABLATION
 
 GROUPS: dict[str, list[str]] = {
-    "promise": ["drop", "drop-half", "promise-20", "tuned-2.11-40", "promise-half-40"],
+    "promise": ["drop", "drop-half", "promise-20", "promise-40", "half-40"],
     "ablation": list(ABLATION),
+    **{way: [f"try-{way}-{name}" for name in tried] for way, tried in WAYS.items()},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {

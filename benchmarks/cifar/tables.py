@@ -131,12 +131,19 @@ def speeds(folder: Path) -> Iterator[str]:
         yield f"| {e['switches']} | {e['beside']} | {e['teacher']} | {e['zeros']} | {took} |"
 
 
+OLD = "Earlier runs on the validation split, from a base that was trained for 100 epochs only:"
+
+
 def write(folder: Path) -> str:
     parts = []
-    for split in ("test", "validation"):
-        events = read(folder, split)
+    for place, split, told in (
+        (folder, "test", ""),
+        (folder, "validation", ""),
+        (folder / "first-base", "validation", OLD),
+    ):
+        events = read(place, split)
         if events:
-            parts += [*table(events, split), "", *drops(events), *ablation(events), "", *choices(events), ""]
+            parts += [told, "", *table(events, split), "", *drops(events), *ablation(events), "", *choices(events), ""]
     text = "\n".join([*parts, *speeds(folder)]).strip() + "\n"
     (folder / "tables.md").write_text(text)
     return text
