@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cifar.__main__ import main, options
+from benchmarks.cifar.__main__ import main, options, waits
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
@@ -118,6 +118,21 @@ def test_a_point_is_made_of_the_best_way(tmp_path: Path) -> None:
 
 def held(place: Place) -> Place:
     return replace(place, split="validation")
+
+
+def test_what_would_not_end_in_time_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = words(tmp_path, "--point", "base", "--set", "batch=64", "--epochs", "1")
+    assert main(base) == 0
+    (tmp_path / "jobs").write_text("--point try-long-gentle --epochs 60\n--point nm24 --epochs 1\n")
+    more = ["--jobs", str(tmp_path / "jobs"), "--side-by-side", "1", "--minutes", "4", "--ms", "100"]
+    assert main([*base, *more]) == 0  # of an hour and of a minute
+    told = capsys.readouterr().out
+    assert "1 processes to run" in told and "nm24" in told and "gentle" not in told
+    (tmp_path / "runs" / "try-long-gentle_batch-64_epochs-60-validation-0.safetensors").touch()
+    given = options().parse_args(
+        [*base, "--point", "try-long-gentle", "--epochs", "60", "--ms", "100", "--deadline", "0"]
+    )
+    assert waits(given)  # what was begun is to be ended
 
 
 def test_every_point_is_a_recipe() -> None:

@@ -7,7 +7,8 @@
     python -m benchmarks.cifar --speed [SWITCHES] [--together 3]             # ms a step by switch
     python -m benchmarks.cifar --jobs FILE    # a line for each run, with what differs: --point nm24 --one 2;
                                               # benchmarks/cifar/record.jobs has all that the record needs;
-                                              # lines may be added to the file while it is at work
+                                              # lines may be added to the file while it is at work;
+                               [--ms 25]      # and what would not end within --minutes at that speed is not begun
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
                                [--back DIR]   # the same after each run
@@ -28,13 +29,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cifar import tables
-from benchmarks.cifar.recipes import VARIANTS, names_of, recipe_of
+from benchmarks.cifar.data import HELD_OUT, IMAGES
+from benchmarks.cifar.recipes import VARIANTS, Recipe, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
 from benchmarks.cifar.transfer import collect, merge
 from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done, is_ready
 
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
+SET_UP, NEVER = 60, 1e6
+"""Seconds before the first step of a run; minutes."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -50,7 +54,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
     parser.add_argument("--kept", type=Path, default=KEPT, help="finished runs; these are not run again")
     parser.add_argument("--runs", type=Path, default=Path("runs/cifar"))
-    parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--minutes", type=float, default=NEVER)
     parser.add_argument("--side-by-side", type=int, default=3)
     parser.add_argument("--mps", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
@@ -70,12 +74,16 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--back", type=Path, help="collect there after each run, so that a kill loses none")
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
     parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--ms", type=float, default=0.0, help="a step beside others: what cannot end in time waits")
     return parser
 
 
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     given = options().parse_args(words)
+    if given.minutes < NEVER and given.deadline == float("inf"):
+        given.deadline = time.time() + 60 * given.minutes
+        words = [*words, "--deadline", str(given.deadline)]
     place = Place(
         given.data, given.out, given.runs, given.split, given.deadline, given.compile, given.graph, given.limit,
         given.blocks, given.device, given.kept,
@@ -112,7 +120,7 @@ def main(words: list[str] | None = None) -> int:
         return launch(given, place, words, changes)
     chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
     for name, recipe in chosen:
-        if done(place, name, given.one) is None:
+        if done(place, name, given.one) is None and fits(name, recipe, given):
             try:
                 print(Run(name, recipe, given.one, place)(), flush=True)
             except TimeUpError:
@@ -140,8 +148,15 @@ def waits(given: argparse.Namespace) -> bool:
     """Whether runs of one process are to be done, and can be."""
     place = Place(given.data, given.out, given.runs, given.split, kept=given.kept)
     runs = [recipe_of(name, given.variant, changes_of(given)) for point in given.point for name in names_of(point)]
-    left = [recipe for name, recipe in runs if done(place, name, given.one) is None]
-    return bool(left) and all(is_ready(recipe, place) for recipe in left)
+    left = [run for run in runs if done(place, run[0], given.one) is None]
+    return bool(left) and fits(*left[0], given) and all(is_ready(recipe, place) for _, recipe in left)
+
+
+def fits(name: str, recipe: Recipe, given: argparse.Namespace) -> bool:
+    """Whether a run would end in time, by --ms; one that goes on from a checkpoint is always welcome."""
+    begun = not given.ms or Place(given.data, given.out, given.runs, given.split).checkpoint(name, given.one).exists()
+    steps = recipe.trained * (IMAGES - (HELD_OUT if given.split == "validation" else 0)) // recipe.batch
+    return begun or time.time() + SET_UP + steps * given.ms / 1000 * (2 if recipe.sam else 1) < given.deadline
 
 
 def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:
@@ -162,7 +177,7 @@ def launch(given: argparse.Namespace, place: Place, words: list[str], changes: l
 
 def run_jobs(given: argparse.Namespace, place: Place, jobs: Callable[[], list[tuple[str, list[str]]]]) -> int:
     """Each with its words, in a process of its own, so many side by side."""
-    end, number = time.time() + 60 * given.minutes, len(jobs())
+    number = len(jobs())
     print(f"{number} processes to run, {given.side_by_side} at a time", flush=True)
     if not number:
         return 0
@@ -174,10 +189,10 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: Callable[[], list[tu
     command = [sys.executable, "-m", "benchmarks.cifar"]
 
     def whole() -> list[tuple[str, list[str]]]:
-        return [(name, [*command, *words, "--deadline", str(end)]) for name, words in jobs()]
+        return [(name, [*command, *words]) for name, words in jobs()]
 
     with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
-        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, end - 20, back)
+        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, given.deadline - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-HELD_OUT, SPLIT_SEED = 10_000, 20240
+IMAGES, HELD_OUT, SPLIT_SEED = 50_000, 10_000, 20240
 FIRST_PART = 0.515
 """Of the images; the weights go with the rest."""
 WEIGHTS, ARRAYS, PART = "resnet56.safetensors", "cifar10.npz", "part.npz"
