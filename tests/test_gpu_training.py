@@ -282,7 +282,6 @@ def losses(graph: bool, given: dict[str, Any], sparse: bool = False) -> tuple[li
         {},
         {"teacher": True},
         {"clip": 0.5, "weight_decay": 0.01},
-        {"sam": 0.5, "teacher": True},
         {"optimizer": "adamw"},
         {"mixed_precision": "bf16", "channels_last": True, "teacher": True},
     ],

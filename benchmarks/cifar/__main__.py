@@ -155,8 +155,8 @@ def waits(given: argparse.Namespace) -> bool:
 def fits(name: str, recipe: Recipe, given: argparse.Namespace) -> bool:
     """Whether a run would end in time, by --ms; one that goes on from a checkpoint is always welcome."""
     begun = not given.ms or Place(given.data, given.out, given.runs, given.split).checkpoint(name, given.one).exists()
-    steps = recipe.trained * (IMAGES - (HELD_OUT if given.split == "validation" else 0)) // recipe.batch
-    return begun or time.time() + SET_UP + steps * given.ms / 1000 * (2 if recipe.sam else 1) < given.deadline
+    steps = recipe.epochs * (IMAGES - (HELD_OUT if given.split == "validation" else 0)) // recipe.batch
+    return begun or time.time() + SET_UP + steps * given.ms / 1000 < given.deadline
 
 
 def launch(given: argparse.Namespace, place: Place, words: list[str], changes: list[str]) -> int:

@@ -65,8 +65,6 @@ class Recipe:
     """Weight decay on norms and biases, too, as the base had it."""
     clip: float = 1.0
     """The largest norm of the gradient; 0 does not clip."""
-    sam: float = 0.0
-    """The radius of sharpness-aware steps. They compute two gradients, so that each of their epochs counts twice."""
     distill: bool = True
     temperature: float = 4.0
     share: float = 0.9
@@ -81,11 +79,6 @@ class Recipe:
     """A choice of WAYS: all that a point does not say itself is as in the way that was best on the validation split."""
     only: str = ""
     """``drop`` looks at what is left right after pruning, ``train`` trains the base itself."""
-
-    @property
-    def trained(self) -> float:
-        """Epochs that are trained; ``epochs`` are those that count."""
-        return self.epochs / 2 if self.sam else self.epochs
 
     def told(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -137,7 +137,7 @@ class Run:
         before = 0.0
         pruner = peer.make_pruner(model, self.example, r.peer)
         if r.peer == "sparse":
-            before = r.trained * peer.SPARSE_SHARE
+            before = r.epochs * peer.SPARSE_SHARE
             more = {**self.training(), "epochs": before, "anneal": "none", "lr": r.lr / 10, "graph": False}
             sw.recover(model, self.loader(), **more | {"optimizer": peer.regularized(pruner, model)})
             self.tell("regularized", accuracy=self.look(model))
@@ -145,7 +145,7 @@ class Run:
         for weight in model.parameters():
             weight.grad = None
         after = self.look(model)
-        more = {**self.training(), "epochs": r.trained - before}
+        more = {**self.training(), "epochs": r.epochs - before}
         more |= {"teacher": dense if r.distill else None, "temperature": r.temperature, "share": r.share}
         found = sw.recover(model, self.loader(), **more)
         return self.figures(found.model, dense, [vars(p) for p in found.curve], {"metric": after})
@@ -251,9 +251,9 @@ class Run:
             fast["optimizer"] = self.optimizer
         validate = None if place.split == "test" else self.look
         return {
-            "lr": r.lr, "epochs": r.trained, "fraction": 1.0, "rate": r.rate, "anneal": r.anneal, "warmup": r.warmup,
-            "weight_decay": r.weight_decay, "clip": r.clip or None, "sam": r.sam or None, "seed": self.seed,
-            "marks": MARKS, "validate": validate, "on_step": self.on_step, **fast,
+            "lr": r.lr, "epochs": r.epochs, "fraction": 1.0, "rate": r.rate, "anneal": r.anneal, "warmup": r.warmup,
+            "weight_decay": r.weight_decay, "clip": r.clip or None, "seed": self.seed, "marks": MARKS,
+            "validate": validate, "on_step": self.on_step, **fast,
         }  # fmt: skip
 
     def optimizer(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

@@ -76,7 +76,6 @@ class RecoverPart:
     optimizer: str | None = None
     weight_decay: float | None = None
     clip: float | None = None
-    sam: float | None = None
     mixed_precision: str = "no"
     accumulate: int = 1
     channels_last: bool = False
@@ -182,7 +181,6 @@ class Recipe:
             weight_decay=self.train.weight_decay if part.weight_decay is None else part.weight_decay,
             rate=Rate(part.rate, part.anneal, part.warmup),
             clip=part.clip,
-            sam=part.sam,
             mixed_precision=part.mixed_precision,
             accumulate=part.accumulate,
             channels_last=part.channels_last,

@@ -229,7 +229,7 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
-    learning = (temperature, share, chosen.weight_decay, chosen.clip, chosen.sam)
+    learning = (temperature, share, chosen.weight_decay, chosen.clip)
     same = (
         budget,
         pattern,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,33 +14,27 @@ from sapwood.errors import explain
 class Distillation:
     """Watches the student's forward and runs the teacher on the same inputs."""
 
-    def __init__(
-        self, student: nn.Module, teacher: nn.Module, temperature: float, share: float, twice: bool = False
-    ) -> None:
-        """``twice``: every batch is seen again."""
+    def __init__(self, student: nn.Module, teacher: nn.Module, temperature: float, share: float) -> None:
         if not 0 < share <= 1 or temperature <= 0:
             got = f"share={share!r}, temperature={temperature!r}"
             raise explain("a share above 0 and at most 1, a temperature above 0", got, "Try 0.5 and 4.", "distill")
         self.modes = {m: m.training for m in teacher.modules()}
         self.teacher, self.temperature, self.share = teacher.eval(), temperature, share
         self.seen: tuple[Any, Any, Any] | None = None
-        self.twice, self._answers = twice, cast(torch.Tensor | None, None)
         self._hook = student.register_forward_hook(self._remember, with_kwargs=True)
 
     def _remember(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module.training:
             self.seen = (args, {k: v for k, v in kwargs.items() if k != "labels"}, output)
 
-    def blend(self, task: torch.Tensor, again: bool = False) -> torch.Tensor:
-        """The task's loss and the distance to the teacher, in the share asked for; ``again`` for the same inputs."""
+    def blend(self, task: torch.Tensor) -> torch.Tensor:
+        """The task's loss and the distance to the teacher, in the share asked for."""
         if self.seen is None:
             raise explain("a loss that calls the model", "one that does not", "Let loss(model, batch) call it.", "loss")
-        (args, kwargs, output), self.seen = self.seen, None
-        wanted = self._answers if again else None
-        if wanted is None:
-            with torch.no_grad():
-                wanted = logits_of(self.teacher(*args, **kwargs))
-        self._answers = wanted if self.twice and not again else None
+        args, kwargs, output = self.seen
+        self.seen = None
+        with torch.no_grad():
+            wanted = logits_of(self.teacher(*args, **kwargs))
         return (1 - self.share) * task + self.share * distance(logits_of(output), wanted, self.temperature)
 
     def release(self) -> None:

@@ -27,7 +27,6 @@ from sapwood.recovery.layout import align_gradients, align_state
 from sapwood.recovery.loaders import own_order, prepared, seed_all
 from sapwood.recovery.narrow import NarrowConvolutions
 from sapwood.recovery.regions import Compiled
-from sapwood.recovery.sam import Uphill
 from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
 from sapwood.scoring.data import Loss, default_loss
 from sapwood.surgery.optimizer import cut_optimizer
@@ -94,8 +93,7 @@ class Loop:
         self.fading: Fade | None = None
         self.distillation = None
         if self.teacher is not None:
-            self.distillation = Distillation(self.model, self.teacher, *self._soften, self.settings.sam is not None)
-        self.uphill = None if self.settings.sam is None else _uphill(self.model, self.settings.sam)
+            self.distillation = Distillation(self.model, self.teacher, *self._soften)
         self.graphed: GraphedStep | None = None
         self.narrow: NarrowConvolutions | None = None
         if self.settings.graph:
@@ -179,14 +177,6 @@ class Loop:
                 losses = []
 
     def _gradients(self, batch: Any, together: int) -> torch.Tensor:
-        loss = self._pass(batch, together)
-        if self.uphill is not None:
-            with self.uphill.there():
-                self._pass(batch, together, again=True)
-        return loss
-
-    def _pass(self, batch: Any, together: int, again: bool = False) -> torch.Tensor:
-        """Forward and backward; ``again`` on the same batch."""
         self.model.train()
         with contextlib.ExitStack() as stack:
             if self.narrow is not None and not self.narrow.looked:
@@ -197,7 +187,7 @@ class Loop:
             with self.accelerator.autocast():
                 loss = _require_loss(self.loss(self.model, self._laid_out(batch)))
                 if self.distillation is not None:
-                    loss = self.distillation.blend(loss, again)
+                    loss = self.distillation.blend(loss)
             self.accelerator.backward(loss / together)
         return loss.detach()
 
@@ -276,12 +266,6 @@ def _require_model(model: Any) -> None:
         raise explain("a torch.nn.Module", type(model).__name__, "Pass the model itself.", "recover")
     if is_meta(model):
         raise explain("weights with values", "weights on the meta device", "Load the weights first.", "recover")
-
-
-def _uphill(model: nn.Module, radius: float) -> Uphill:
-    if is_sharded(model):
-        raise explain("a whole model", "one that is sharded", "Leave sam out.", "sam")
-    return Uphill(model, radius)
 
 
 def _require_loss(loss: Any) -> torch.Tensor:

@@ -49,7 +49,6 @@ def recover(
     validate: Validate | None = None,
     marks: Sequence[float] = MARKS,
     clip: float | None = None,
-    sam: float | None = None,
     mixed_precision: str = "no",
     accumulate: int = 1,
     channels_last: bool = False,
@@ -66,10 +65,8 @@ def recover(
     of the original training: ``rate="rewind"`` goes back to it, warmed up, and anneals to zero; ``"finetune"``
     stays at a hundredth of it. ``loss(model, batch)`` is the model's own or cross entropy where none is given. A
     ``teacher`` (the dense model) switches distillation on. ``validate(model)`` is called at the ``marks``, shares of
-    the original epochs, and at the end. ``sam`` is the radius of sharpness-aware minimisation (0.5, say): every step
-    computes two gradients, so half as many epochs take the same time. For speed: ``channels_last``, ``compile``,
-    ``fused`` (the optimizer in one kernel) and ``graph`` (on one GPU the whole step is captured once and replayed,
-    with batches of one shape).
+    the original epochs, and at the end. For speed: ``channels_last``, ``compile``, ``fused`` (the optimizer in one
+    kernel) and ``graph`` (on one GPU the whole step is captured once and replayed, with batches of one shape).
     Under ``accelerate launch`` the same call trains on many devices.
     """
     total_epochs = epochs_of(original_epochs, fraction, epochs)
@@ -79,7 +76,6 @@ def recover(
         weight_decay=weight_decay,
         rate=Rate(rate, anneal, warmup),
         clip=clip,
-        sam=sam,
         mixed_precision=mixed_precision,
         accumulate=accumulate,
         channels_last=channels_last,

@@ -33,7 +33,6 @@ class Settings:
     weight_decay: float = 5e-4
     rate: Rate = field(default_factory=Rate)
     clip: float | None = None
-    sam: float | None = None
     mixed_precision: str = "no"
     accumulate: int = 1
     channels_last: bool = False
@@ -57,11 +56,6 @@ class Settings:
             raise explain("a weight decay of at least 0", repr(self.weight_decay), "Try 5e-4.", "weight_decay")
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise explain("a norm above 0", repr(self.clip), "For example clip=1.0.", "clip")
-        if self.sam is not None and not (_is_number(self.sam) and 0 < self.sam < math.inf):
-            raise explain("a radius above 0", repr(self.sam), "For example sam=0.5.", "sam")
-        if self.sam is not None and self.accumulate > 1:
-            got, remedy = f"accumulate={self.accumulate}", "Leave one of sam and accumulate out."
-            raise explain("steps of one batch with sam", got, remedy, "sam")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**40:
             raise explain("a whole number of at least 0", repr(self.seed), "For example seed=0.", "seed")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
