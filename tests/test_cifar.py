@@ -17,7 +17,7 @@ from benchmarks.cifar.__main__ import main, options, waits
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
-from benchmarks.cifar.recipes import ABLATION, GROUPS, POINTS, TRIES, WAYS, names_of, recipe_of
+from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, TRIES, WAYS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import choices
 from benchmarks.cifar.work import Place, best_way, decided, is_ready
@@ -103,9 +103,9 @@ def test_a_point_is_made_of_the_best_way(tmp_path: Path) -> None:
     for number, name in enumerate(tried):
         for seed in range(TRIES):
             assert best_way("long", place) is None and not is_ready(POINTS["try-half-gentle"], held(place))
-            event = {"event": "done", "accuracy": 90 + (number == 2) - 0.5 * seed, "name": name}
+            event = {"event": "done", "accuracy": 90 + (number == 1) - 0.5 * seed, "name": name}
             (place.kept / f"try-long-{name}-validation-{seed}.jsonl").write_text(json.dumps(event) + "\n")
-    assert best_way("long", place) == tried[2] == "gentle-mixed" and not is_ready(point, place)  # no base of its own
+    assert best_way("long", place) == tried[1] == "gentle-mixed" and not is_ready(point, place)  # no base of its own
     with pytest.raises(SystemExit, match="sparse is not decided: --split validation --point sparse"):
         decided(POINTS["sparse-90-200"], place)
     (tmp_path / "runs").mkdir()
@@ -220,3 +220,13 @@ def test_jobs_can_be_added_while_others_run(tmp_path: Path, capsys: pytest.Captu
     assert [f"job{k}: rc {int(k == 3)}" in told and f"here is {k}" in told for k in range(4)] == [True] * 4
     assert run_all(lambda: todo, 2, tmp_path, {}, time.time() - 1) == 0
     assert "not begun: job0, job1, job2, job3" in capsys.readouterr().out
+
+
+def test_the_record_tries_every_way() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "cifar" / "record.jobs"
+    asked = [options().parse_args(line.split()) for line in path.read_text().splitlines()]
+    tried = {(p, given.one) for given in asked for p in given.point if given.split == "validation"}
+    assert {(f"try-{w}-{n}", seed) for w, names in WAYS.items() for n in names for seed in range(TRIES)} <= tried
+    final = {(p, given.one or 0) for given in asked for p in given.point if given.split == "test"}
+    points = [n for n, r in POINTS.items() if r.target and n not in FIRST]
+    assert {(p, seed) for p in points for seed in range(3)} <= final
