@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cifar.__main__ import main, options, waits
+from benchmarks.cifar.__main__ import WAITS, held_up, listed, main, options
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
@@ -31,11 +32,28 @@ def words(folder: Path, *more: str) -> list[str]:
     return [*small, *places, "--one", "0", *more]
 
 
+@pytest.fixture(scope="module")
+def base_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setitem(POINTS, "base", replace(POINTS["base"], epochs=2))
+        assert main(words(folder, "--point", "base")) == 0
+    return folder
+
+
+@pytest.fixture
+def based(base_of_all: Path, tmp_path: Path) -> Path:
+    """A folder with a base that has been trained."""
+    for part in ("out", "runs"):
+        shutil.copytree(base_of_all / part, tmp_path / part)
+    return tmp_path
+
+
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
-def test_points_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ("--set", "batch=64", "--epochs", "1")
+def test_points_run_once(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick, tmp_path = ("--set", "batch=64", "--epochs", "1"), based
     points = ["structured-4-100", "promise-half-40", "try-sparse-rewound", "nm24"]
-    assert main(words(tmp_path, "--point", "base", *quick)) == 0
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
@@ -76,17 +94,21 @@ def test_a_session_that_is_over_stops(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "stopped" in capsys.readouterr().out
 
 
-def test_runs_of_different_kinds_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["--set", "batch=64", "--epochs", "1"]
-    base = words(tmp_path, "--point", "base", *quick)
-    assert main(base) == 0
-    (tmp_path / "jobs").write_text("--point nm24\n\n--point promise-20 --variant plain --one 1\n")
-    assert main([*base, "--jobs", str(tmp_path / "jobs"), "--side-by-side", "1", "--back", str(tmp_path / "back")]) == 0
-    assert (tmp_path / "back" / "results.tgz").exists()
-    assert "2 processes to run" in capsys.readouterr().out
-    assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
-    assert main([*base, "--jobs", str(tmp_path / "jobs")]) == 0
-    assert "0 processes to run" in capsys.readouterr().out
+def test_runs_of_different_kinds_side_by_side(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs, common = based / "jobs", words(based, "--set", "batch=64", "--epochs", "1")
+    jobs.write_text("--point nm24\n\n--point promise-20 --variant plain --one 1\n--point half-40\n--point nm\n")
+    more = ["--jobs", str(jobs), "--side-by-side", "1", "--back", str(based / "back")]
+    assert main([*common, *more]) == 0
+    assert (based / "back" / "results.tgz").exists()
+    told = capsys.readouterr().out
+    assert "2 processes to run" in told and "not begun, not a run: point_nm_" in told
+    assert len(list((based / "out").glob("*.jsonl"))) == 3
+    before = {name for name, _ in listed(jobs, words(based))}
+    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point long-4-200\n")
+    after = [name for name, _ in listed(jobs, words(based))]
+    assert before == set(after[1:]) and len(after) == 3 and after[0].startswith("point_base_one_1_")
+    waiting = [name for name, _ in listed(jobs, words(based), WAITS)]
+    assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_long-4-200"]
 
 
 def test_the_record_is_made_of_points() -> None:
@@ -103,36 +125,42 @@ def test_a_point_is_made_of_the_best_way(tmp_path: Path) -> None:
     for number, name in enumerate(tried):
         for seed in range(TRIES):
             assert best_way("long", place) is None and not is_ready(POINTS["try-half-gentle"], held(place))
-            event = {"event": "done", "accuracy": 90 + (number == 1) - 0.5 * seed, "name": name}
+            event = {"event": "done", "accuracy": 90 + (number == 1) - 0.5 * seed, "base_digest": "b"}
             (place.kept / f"try-long-{name}-validation-{seed}.jsonl").write_text(json.dumps(event) + "\n")
     assert best_way("long", place) == tried[1] == "gentle-mixed" and not is_ready(point, place)  # no base of its own
     with pytest.raises(SystemExit, match="sparse is not decided: --split validation --point sparse"):
         decided(POINTS["sparse-90-200"], place)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base-validation.safetensors").touch()
+    assert not is_ready(POINTS["try-half-gentle"], held(place))  # it may be of a training that was stopped
+    (place.kept / "base-validation-0.jsonl").write_text(json.dumps({"event": "done"}) + "\n")
     assert is_ready(POINTS["try-half-gentle"], held(place)) and is_ready(POINTS["base"], place)
     made = decided(point, place)
     assert (made.fewer, made.epochs, made.target, made.lr, made.mixup) == (2.11, 200, 94.2, 0.05, 0.2)
     assert "gentle-mixed of" in made.about and decided(POINTS["nm24"], place) == POINTS["nm24"]
+    (place.kept / f"try-long-{tried[0]}-validation-0.jsonl").write_text(
+        json.dumps({**event, "base_digest": "c"}) + "\n"
+    )
+    with pytest.raises(SystemExit, match="2 different bases"):
+        best_way("long", place)
+    with pytest.raises(SystemExit, match="change one of these"):
+        recipe_of("long-2.11-200", [], ["lr=0.1"])
 
 
 def held(place: Place) -> Place:
     return replace(place, split="validation")
 
 
-def test_what_would_not_end_in_time_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = words(tmp_path, "--point", "base", "--set", "batch=64", "--epochs", "1")
-    assert main(base) == 0
-    (tmp_path / "jobs").write_text("--point try-long-gentle --epochs 60\n--point nm24 --epochs 1\n")
-    more = ["--jobs", str(tmp_path / "jobs"), "--side-by-side", "1", "--minutes", "4", "--ms", "100"]
-    assert main([*base, *more]) == 0  # of an hour and of a minute
+def test_what_would_not_end_in_time_is_not_begun(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(based, "--set", "batch=64")
+    (based / "jobs").write_text("--point try-long-gentle --epochs 60\n--point nm24 --epochs 1\n")
+    more = ["--jobs", str(based / "jobs"), "--side-by-side", "1", "--minutes", "4", "--ms", "100"]
+    assert main([*common, *more]) == 0  # of an hour and of a minute
     told = capsys.readouterr().out
-    assert "1 processes to run" in told and "nm24" in told and "gentle" not in told
-    (tmp_path / "runs" / "try-long-gentle_batch-64_epochs-60-validation-0.safetensors").touch()
-    given = options().parse_args(
-        [*base, "--point", "try-long-gentle", "--epochs", "60", "--ms", "100", "--deadline", "0"]
-    )
-    assert waits(given)  # what was begun is to be ended
+    assert "1 processes to run" in told and "not begun, it would not end in time: point_try-long-gentle" in told
+    (based / "runs" / "try-long-gentle_batch-64_epochs-60-validation-0.safetensors").touch()
+    late = ["--point", "try-long-gentle", "--epochs", "60", "--ms", "100", "--deadline", "0"]
+    assert held_up(options().parse_args([*common, *late])) == ""  # what was begun is to be ended
 
 
 def test_every_point_is_a_recipe() -> None:

@@ -22,6 +22,9 @@ are skipped, those that were stopped go on from their last checkpoint (runs/cifa
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import io
 import itertools
 import sys
 import time
@@ -115,7 +118,11 @@ def main(words: list[str] | None = None) -> int:
     if given.jobs is not None:
         at = words.index("--jobs")
         common = [*words[:at], *words[at + 2 :], "--one", "0"]
-        return run_jobs(given, place, lambda: listed(given.jobs, common))
+        failed = run_jobs(given, place, lambda: listed(given.jobs, common))
+        for why in (WAITS, LATE, WRONG):
+            for name, _ in listed(given.jobs, common, why):
+                print(f"not begun, {why}: {name}")
+        return failed
     if given.one is None:
         return launch(given, place, words, changes)
     chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
@@ -129,27 +136,41 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def listed(file: Path, common: list[str]) -> list[tuple[str, list[str]]]:
-    """The runs of a file that can begin; names are by line, so that more can be added at its end."""
-    found = []
-    for number, line in enumerate(file.read_text().splitlines()):
-        words = line.split()
-        if words and waits(options().parse_args([*common, *words])):
-            name = "_".join(w.strip("-").replace("/", "-") for w in words)[:80]
-            found.append((f"{number}_{name}", [*common, *words]))
-    return found
+def listed(file: Path, common: list[str], why: str = "") -> list[tuple[str, list[str]]]:
+    """The runs of a file that can begin, by their words, so that lines may be added; or those that cannot, by why."""
+    found: dict[str, list[str]] = {}
+    for words in map(str.split, file.read_text().splitlines()):
+        if words and reason([*common, *words]) == why:
+            said = "_".join(w.strip("-").replace("/", "-") for w in words)
+            found[f"{said[:80]}_{hashlib.sha256(said.encode()).hexdigest()[:6]}"] = [*common, *words]
+    return list(found.items())
+
+
+def reason(words: list[str]) -> str:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return held_up(options().parse_args(words))
+    except SystemExit:  # a line may be half written: others go on
+        return WRONG
 
 
 def changes_of(given: argparse.Namespace) -> list[str]:
     return [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
 
 
-def waits(given: argparse.Namespace) -> bool:
-    """Whether runs of one process are to be done, and can be."""
+DONE, WAITS, LATE, WRONG = "done", "its base or a choice is missing", "it would not end in time", "not a run"
+
+
+def held_up(given: argparse.Namespace) -> str:
+    """Why the runs of one process do not begin; empty where they can."""
     place = Place(given.data, given.out, given.runs, given.split, kept=given.kept)
     runs = [recipe_of(name, given.variant, changes_of(given)) for point in given.point for name in names_of(point)]
     left = [run for run in runs if done(place, run[0], given.one) is None]
-    return bool(left) and fits(*left[0], given) and all(is_ready(recipe, place) for _, recipe in left)
+    if not left:
+        return DONE
+    if not all(is_ready(recipe, place) for _, recipe in left):
+        return WAITS
+    return "" if fits(*left[0], given) else LATE
 
 
 def fits(name: str, recipe: Recipe, given: argparse.Namespace) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tarfile
 from pathlib import Path
@@ -15,25 +16,30 @@ FILES_BACK = 6
 
 
 def collect(place: Place, out: Path) -> int:
-    """Events and the base in one file, checkpoints as they are, the newest first, as many as come back."""
+    """Events and the base in one file, as many checkpoints as come back: that of a base first, then the newest."""
     weights = out / "weights"
     weights.mkdir(parents=True, exist_ok=True)
     for earlier in weights.glob("*.safetensors"):
         earlier.unlink()
-    with tarfile.open(out / "results.tgz", "w:gz") as file:
-        if place.results.exists():
-            file.add(place.results, arcname="cifar")
-        if (place.runs / BASE).exists():
-            file.add(place.runs / BASE, arcname=BASE)
-        logs = place.runs / "logs"
-        if logs.exists():
-            file.add(logs, arcname="logs")
+    whole = out / "results.tgz"
+    with tarfile.open(whole.with_suffix(".new"), "w:gz") as file:
+        for path, name in ((place.results, "cifar"), (place.runs / BASE, BASE), (place.runs / "logs", "logs")):
+            if path.exists():
+                file.add(path, arcname=name)
+    whole.with_suffix(".new").replace(whole)  # a kill leaves the last one
     unfinished = [f for f in place.runs.glob("*.safetensors") if f.name != BASE]
-    kept = sorted(unfinished, key=lambda f: -f.stat().st_mtime)
-    for path in kept[: FILES_BACK - 1]:
-        shutil.copyfile(path, weights / path.name)
-    print(f"{out}: results.tgz and {len(kept[: FILES_BACK - 1])} of {len(kept)} weights")
+    first = sorted(unfinished, key=lambda f: (not f.name.startswith("base-"), -_age(f)))[: FILES_BACK - 1]
+    for path in first:
+        with contextlib.suppress(FileNotFoundError):  # finished by now
+            shutil.copyfile(path, weights / path.name)
+    print(f"{out}: results.tgz and {len(first)} of {len(unfinished)} weights")
     return 0
+
+
+def _age(path: Path) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def merge(file: Path, kept: Path) -> int:

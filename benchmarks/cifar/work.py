@@ -72,20 +72,24 @@ def done(place: Place, name: str, seed: int) -> dict[str, Any] | None:
 
 def best_way(way: str, place: Place) -> str | None:
     """The way with the best mean on the validation split; None while runs are missing."""
-    held, means = replace(place, split="validation"), {}
+    held, means, bases = replace(place, split="validation"), {}, set()
     for name in WAYS[way]:
-        found = [done(held, f"try-{way}-{name}", seed) for seed in range(TRIES)]
-        if not all(found):
+        found = [run for seed in range(TRIES) if (run := done(held, f"try-{way}-{name}", seed))]
+        if len(found) < TRIES:
             return None
-        means[name] = statistics.mean(run["accuracy"] for run in found if run)
+        means[name] = statistics.mean(run["accuracy"] for run in found)
+        bases |= {run["base_digest"] for run in found}
+    if len(bases) > 1:
+        raise SystemExit(f"runs of try-{way} started from {len(bases)} different bases: remove those of all but one")
     return max(means, key=means.__getitem__)
 
 
 def is_ready(recipe: Recipe, place: Place) -> bool:
-    """Whether what a run starts from is there: its base, and a decision where it asks for one."""
-    return (recipe.only == "train" or place.base.exists()) and (
-        not recipe.way or best_way(recipe.way, place) is not None
-    )
+    """Whether what a run starts from is there: its base, trained to the end, and a decision where it asks for one."""
+    if recipe.only == "train":
+        return True
+    based = place.base.exists() and (place.split == "test" or done(place, "base", 0) is not None)
+    return based and (not recipe.way or best_way(recipe.way, place) is not None)
 
 
 def decided(recipe: Recipe, place: Place) -> Recipe:
@@ -158,7 +162,7 @@ class Run:
         kept_at = place.checkpoint(self.name, self.seed)  # what is pruned is nothing, but it can be stopped
         found = sw.prune_and_recover(model, self.example, self.loader(), whole, checkpoint=kept_at, **self.training())
         kept = {n: t.cpu().contiguous() for n, t in found.model.state_dict().items()}
-        save_file(kept, place.runs / f"base-{place.split}.safetensors")
+        save_file(kept, place.runs / f"{self.name}-{place.split}.safetensors")  # the base, or a variant of it
         return self.figures(found.model, found.model, [vars(p) for p in found.curve], None)
 
     def drop(self) -> dict[str, Any]:
@@ -296,7 +300,7 @@ class Run:
         model = model.eval()
         return {
             "accuracy": round(self.look(model), 3), "loss": round(loss(model, self.held), 5),
-            "base": round(self.look(dense.eval()), 3),
+            "base": round(self.look(dense.eval()), 3), "base_digest": digest(dense)[:16],
             "epochs": self.recipe.epochs, "digest": digest(model), "curve": curve, "pruned": pruned,
             **self.size(model, dense),
         }  # fmt: skip

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sapwood.capture.run import tensors_in
-
 MOST = 0.5
 """Blocks hold at least this share of the weights, or the network is compiled as a whole."""
-KEPT = 128
-"""Compiled functions that are kept for models to come."""
 _numbers = itertools.count()
 
 
@@ -54,32 +50,20 @@ def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return block._call_impl(*args, **kwargs)
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _compiled(_: tuple[Any, ...]) -> Callable[..., Any]:
-    """A function of its own for each key: torch counts what it compiles by function, and gives up after eight."""
+def _compiled_call() -> Callable[..., Any]:
+    """A function of its own for each kind: torch counts what it compiles by function, and gives up after eight."""
     code = _call.__code__.replace(co_name=f"block_{next(_numbers)}")
     return torch.compile(types.FunctionType(code, globals()))
 
 
 class Compiled:
-    """A model in training whose blocks are compiled, or the whole of it where nothing repeats.
-
-    What is compiled for one model serves later ones with blocks of the same kind, when they begin with inputs alike.
-    """
+    """A model in training whose blocks are compiled, or the whole of it where nothing repeats."""
 
     def __init__(self, model: nn.Module) -> None:
         blocks = blocks_of(model)
         self.model: nn.Module = model if blocks else torch.compile(model)  # type: ignore[assignment]
-        self._calls = [(block, functools.partial(self._run, _kind(block), block)) for block in blocks]
-        self._keys: dict[Any, tuple[Any, ...]] = {}
-
-    def _run(self, kind: tuple[Any, ...], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mode = (kind, block.training, torch.is_grad_enabled())
-        if mode not in self._keys:
-            inputs = [(t.shape, t.dtype, t.device) for t in tensors_in((args, kwargs))]
-            casts = {(d.type, torch.is_autocast_enabled(d.type), torch.get_autocast_dtype(d.type)) for *_, d in inputs}
-            self._keys[mode] = (*mode, tuple(inputs), frozenset(casts))
-        return _compiled(self._keys[mode])(block, *args, **kwargs)
+        kinds = {kind: _compiled_call() for kind in dict.fromkeys(map(_kind, blocks))}
+        self._calls = [(block, functools.partial(kinds[_kind(block)], block)) for block in blocks]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
