@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from benchmarks.cifar.__main__ import WAITS, held_up, listed, main, options
+from benchmarks.cifar.choosing import best_way, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, TRIES, WAYS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import choices
-from benchmarks.cifar.work import Place, best_way, decided, is_ready
+from benchmarks.cifar.work import Place
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -101,14 +102,16 @@ def test_runs_of_different_kinds_side_by_side(based: Path, capsys: pytest.Captur
     assert main([*common, *more]) == 0
     assert (based / "back" / "results.tgz").exists()
     told = capsys.readouterr().out
-    assert "2 processes to run" in told and "not begun, not a run: point_nm_" in told
+    assert "2 processes to run" in told and "was not begun: --point nm: expected one of" in told
     assert len(list((based / "out").glob("*.jsonl"))) == 3
-    before = {name for name, _ in listed(jobs, words(based))}
-    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point long-4-200\n")
-    after = [name for name, _ in listed(jobs, words(based))]
+    before = {name for name, _, why in listed(jobs, words(based)) if not why}
+    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point long-4-200\n--pint nm24\n")
+    found = listed(jobs, words(based))
+    after = [name for name, _, why in found if not why]
     assert before == set(after[1:]) and len(after) == 3 and after[0].startswith("point_base_one_1_")
-    waiting = [name for name, _ in listed(jobs, words(based), WAITS)]
+    waiting = [name for name, _, why in found if why == WAITS]
     assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_long-4-200"]
+    assert "unrecognized arguments: --pint nm24" in found[-1][2]
 
 
 def test_the_record_is_made_of_points() -> None:
@@ -157,7 +160,7 @@ def test_what_would_not_end_in_time_is_not_begun(based: Path, capsys: pytest.Cap
     more = ["--jobs", str(based / "jobs"), "--side-by-side", "1", "--minutes", "4", "--ms", "100"]
     assert main([*common, *more]) == 0  # of an hour and of a minute
     told = capsys.readouterr().out
-    assert "1 processes to run" in told and "not begun, it would not end in time: point_try-long-gentle" in told
+    assert "1 processes to run" in told and "was not begun: it would not end in time" in told
     (based / "runs" / "try-long-gentle_batch-64_epochs-60-validation-0.safetensors").touch()
     late = ["--point", "try-long-gentle", "--epochs", "60", "--ms", "100", "--deadline", "0"]
     assert held_up(options().parse_args([*common, *late])) == ""  # what was begun is to be ended

@@ -32,16 +32,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cifar import tables
+from benchmarks.cifar.choosing import decided, is_ready
 from benchmarks.cifar.data import HELD_OUT, IMAGES
 from benchmarks.cifar.recipes import VARIANTS, Recipe, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
 from benchmarks.cifar.transfer import collect, merge
-from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done, is_ready
+from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done
 
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
 SET_UP, NEVER = 60, 1e6
 """Seconds before the first step of a run; minutes."""
+DONE, WAITS, LATE = "done", "its base or a choice is missing", "it would not end in time"
+"""Why a run does not begin."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -118,10 +121,10 @@ def main(words: list[str] | None = None) -> int:
     if given.jobs is not None:
         at = words.index("--jobs")
         common = [*words[:at], *words[at + 2 :], "--one", "0"]
-        failed = run_jobs(given, place, lambda: listed(given.jobs, common))
-        for why in (WAITS, LATE, WRONG):
-            for name, _ in listed(given.jobs, common, why):
-                print(f"not begun, {why}: {name}")
+        failed = run_jobs(given, place, lambda: [(n, w) for n, w, why in listed(given.jobs, common) if not why])
+        for name, _, why in listed(given.jobs, common):
+            if why not in ("", DONE):
+                print(f"{name} was not begun: {why}")
         return failed
     if given.one is None:
         return launch(given, place, words, changes)
@@ -129,36 +132,36 @@ def main(words: list[str] | None = None) -> int:
     for name, recipe in chosen:
         if done(place, name, given.one) is None and fits(name, recipe, given):
             try:
-                print(Run(name, recipe, given.one, place)(), flush=True)
+                print(Run(name, decided(recipe, place), given.one, place)(), flush=True)
             except TimeUpError:
                 print(f"{name}, seed {given.one}: stopped, goes on next time")
                 break
     return 0
 
 
-def listed(file: Path, common: list[str], why: str = "") -> list[tuple[str, list[str]]]:
-    """The runs of a file that can begin, by their words, so that lines may be added; or those that cannot, by why."""
-    found: dict[str, list[str]] = {}
+def listed(file: Path, common: list[str]) -> list[tuple[str, list[str], str]]:
+    """The runs of a file: their names, by their words, so that lines may be added anywhere; the words; what holds them
+    up, nothing where they can begin."""
+    found: dict[str, tuple[list[str], str]] = {}
     for words in map(str.split, file.read_text().splitlines()):
-        if words and reason([*common, *words]) == why:
-            said = "_".join(w.strip("-").replace("/", "-") for w in words)
-            found[f"{said[:80]}_{hashlib.sha256(said.encode()).hexdigest()[:6]}"] = [*common, *words]
-    return list(found.items())
+        said = "_".join(w.strip("-").replace("/", "-") for w in words)
+        if words:
+            whole = [*common, *words]
+            found[f"{said[:80]}_{hashlib.sha256(said.encode()).hexdigest()[:6]}"] = (whole, reason(whole))
+    return [(name, words, why) for name, (words, why) in found.items()]
 
 
 def reason(words: list[str]) -> str:
+    told = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(told):
             return held_up(options().parse_args(words))
-    except SystemExit:  # a line may be half written: others go on
-        return WRONG
+    except SystemExit as error:  # a line may be half written: others go on
+        return told.getvalue().strip().rpartition("\n")[2] or str(error)
 
 
 def changes_of(given: argparse.Namespace) -> list[str]:
     return [*given.set, *([f"epochs={given.epochs:g}"] if given.epochs is not None else [])]
-
-
-DONE, WAITS, LATE, WRONG = "done", "its base or a choice is missing", "it would not end in time", "not a run"
 
 
 def held_up(given: argparse.Namespace) -> str:

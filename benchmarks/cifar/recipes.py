@@ -159,7 +159,7 @@ for _score, _allocate, _rate, _distill in itertools.product(
     _name = f"{_score}-{_allocate}-{_rate}-{'distilled' if _distill else 'plain'}"
     _short = Recipe(epochs=15, rate=_rate, distill=_distill, allocate=_allocate, score=_score, inner=False)
     ABLATION[f"ablation-2.57-{_name}"] = replace(_short, fewer=2.57)
-    if _score in ("lamp", "taylor", "random") or _score == "l1":  # of single weights l1, l2 and bn_scale rank alike
+    if _score in ("l1", "lamp", "taylor", "random"):  # of single weights l1, l2 and bn_scale rank alike
         weights = "magnitude" if _score == "l1" else _score
         ABLATION[f"ablation-90-{_name.replace('l1', 'magnitude', 1)}"] = replace(_short, sparsity=0.9, score=weights)
 POINTS |= ABLATION

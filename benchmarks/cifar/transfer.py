@@ -28,7 +28,7 @@ def collect(place: Place, out: Path) -> int:
                 file.add(path, arcname=name)
     whole.with_suffix(".new").replace(whole)  # a kill leaves the last one
     unfinished = [f for f in place.runs.glob("*.safetensors") if f.name != BASE]
-    first = sorted(unfinished, key=lambda f: (not f.name.startswith("base-"), -_age(f)))[: FILES_BACK - 1]
+    first = sorted(unfinished, key=lambda f: (not f.name.startswith("base-"), -_written(f)))[: FILES_BACK - 1]
     for path in first:
         with contextlib.suppress(FileNotFoundError):  # finished by now
             shutil.copyfile(path, weights / path.name)
@@ -36,7 +36,8 @@ def collect(place: Place, out: Path) -> int:
     return 0
 
 
-def _age(path: Path) -> float:
+def _written(path: Path) -> float:
+    """When, as far as it is still there."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mtime
     return 0.0
