@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import math
 import shutil
@@ -14,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.cifar import tables
 from benchmarks.cifar.__main__ import WAITS, held_up, listed, main, options
-from benchmarks.cifar.choosing import best_way, decided, is_ready
+from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects
 from benchmarks.cifar.model import ResNet
-from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, TRIES, WAYS, names_of, recipe_of
+from benchmarks.cifar.recipes import ABLATION, CHOICES, FIRST, GROUPS, POINTS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
-from benchmarks.cifar.tables import choices
 from benchmarks.cifar.work import Place
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -54,13 +56,13 @@ def based(base_of_all: Path, tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick, tmp_path = ("--set", "batch=64", "--epochs", "1"), based
-    points = ["structured-4-100", "promise-half-40", "try-sparse-rewound", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "try-sparse-000", "nm24"]
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
     ends = {f.name.partition("_")[0]: json.loads(f.read_text().splitlines()[-1]) for f in files}
     assert all(e["event"] == "done" and len(e["digest"]) == 64 for e in ends.values())
-    assert 3.5 < ends["structured-4-100"]["fewer_macs"] < 4.5 and ends["try-sparse-rewound"]["sparsity"] == 0.9
+    assert 3.5 < ends["structured-4-100"]["fewer_macs"] < 4.5 and ends["try-sparse-000"]["sparsity"] == 0.9
     before = {f: f.read_bytes() for f in files}
     main(words(tmp_path, "--point", *points, *quick))
     assert {f: f.read_bytes() for f in files} == before  # what is done is not done again
@@ -121,31 +123,46 @@ def test_the_record_is_made_of_points() -> None:
         assert set(given.point) <= set(POINTS) and given.point, line
 
 
-def test_a_point_is_made_of_the_best_way(tmp_path: Path) -> None:
+def test_plans_of_experiments_ask_for_every_factor_alike() -> None:
+    for way, choice in CHOICES.items():
+        rows = [[int(level) for level in levels] for levels in choice.plan]
+        assert {len(row) for row in rows} == {len(choice.factors)} and len({*map(tuple, rows)}) == len(rows), way
+        for one, other in itertools.permutations(range(len(choice.factors)), 2):
+            pairs = collections.Counter((row[one], row[other]) for row in rows)
+            assert len(pairs) == 4 and len({*pairs.values()}) == 1, way
+        gains = {name: float(2**place) for place, name in enumerate(choice.factors)}
+        made = {levels: sum(g * int(x) for x, g in zip(levels, gains.values(), strict=True)) for levels in choice.plan}
+        assert choice.worth(made) == pytest.approx(gains)
+        assert choice.at(choice.plan[0]) == replace(choice.start, **{n: p[0] for n, p in choice.factors.items()})
+
+
+def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     place = Place(Path("random"), tmp_path / "out", tmp_path / "runs", kept=tmp_path / "kept")
-    point, tried = POINTS["long-2.11-200"], list(WAYS["long"])
+    point, choice, tried = POINTS["long-2.11-200"], CHOICES["long"], POINTS["try-half-00000"]
     place.kept.mkdir()
-    for number, name in enumerate(tried):
-        for seed in range(TRIES):
-            assert best_way("long", place) is None and not is_ready(POINTS["try-half-gentle"], held(place))
-            event = {"event": "done", "accuracy": 90 + (number == 1) - 0.5 * seed, "base_digest": "b"}
-            (place.kept / f"try-long-{name}-validation-{seed}.jsonl").write_text(json.dumps(event) + "\n")
-    assert best_way("long", place) == tried[1] == "gentle-mixed" and not is_ready(point, place)  # no base of its own
+    for levels in choice.plan:
+        assert best_levels("long", place) is None and not is_ready(tried, held(place))
+        event = {"event": "done", "name": f"try-long-{levels}", "base_digest": "b", "accuracy": 90.0, "base": 93.0}
+        event |= {"epochs": 80, "fewer_macs": 2.57, "sparsity": 0.0}
+        event["accuracy"] += sum(g * int(x) for x, g in zip(levels, (-0.2, 0.1, 0.0, 0.3, -0.1), strict=True))
+        (place.kept / f"try-long-{levels}-validation-0.jsonl").write_text(json.dumps(event) + "\n")
+    assert best_levels("long", place) == "01010" and not is_ready(point, place)  # no base of its own
+    assert "| allocate | uniform | global | +0.30 |" in tables.write(place.kept)
     with pytest.raises(SystemExit, match="sparse is not decided: --split validation --point sparse"):
         decided(POINTS["sparse-90-200"], place)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base-validation.safetensors").touch()
-    assert not is_ready(POINTS["try-half-gentle"], held(place))  # it may be of a training that was stopped
+    assert not is_ready(tried, held(place))  # it may be of a training that was stopped
     (place.kept / "base-validation-0.jsonl").write_text(json.dumps({"event": "done"}) + "\n")
-    assert is_ready(POINTS["try-half-gentle"], held(place)) and is_ready(POINTS["base"], place)
+    assert is_ready(tried, held(place)) and is_ready(POINTS["base"], place)
     made = decided(point, place)
-    assert (made.fewer, made.epochs, made.target, made.lr, made.mixup) == (2.11, 200, 94.2, 0.05, 0.2)
-    assert "gentle-mixed of" in made.about and decided(POINTS["nm24"], place) == POINTS["nm24"]
-    (place.kept / f"try-long-{tried[0]}-validation-0.jsonl").write_text(
-        json.dumps({**event, "base_digest": "c"}) + "\n"
-    )
+    assert (made.fewer, made.epochs, made.target) == (2.11, 200, 94.2)
+    assert (made.lr, made.batch, made.mixup, made.allocate, made.clip) == (0.05, 128, 0.0, "global", 1.0)
+    assert "01010 of lr, batch" in made.about and decided(POINTS["nm24"], place) == POINTS["nm24"]
+    first = f"try-long-{choice.plan[0]}-validation-0.jsonl"
+    (place.kept / first).write_text(json.dumps({**event, "base_digest": "c"}) + "\n")
     with pytest.raises(SystemExit, match="2 different bases"):
-        best_way("long", place)
+        best_levels("long", place)
     with pytest.raises(SystemExit, match="change one of these"):
         recipe_of("long-2.11-200", [], ["lr=0.1"])
 
@@ -156,13 +173,13 @@ def held(place: Place) -> Place:
 
 def test_what_would_not_end_in_time_is_not_begun(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = words(based, "--set", "batch=64")
-    (based / "jobs").write_text("--point try-long-gentle --epochs 60\n--point nm24 --epochs 1\n")
+    (based / "jobs").write_text("--point try-long-00000 --epochs 60\n--point nm24 --epochs 1\n")
     more = ["--jobs", str(based / "jobs"), "--side-by-side", "1", "--minutes", "4", "--ms", "100"]
     assert main([*common, *more]) == 0  # of an hour and of a minute
     told = capsys.readouterr().out
     assert "1 processes to run" in told and "was not begun: it would not end in time" in told
-    (based / "runs" / "try-long-gentle_batch-64_epochs-60-validation-0.safetensors").touch()
-    late = ["--point", "try-long-gentle", "--epochs", "60", "--ms", "100", "--deadline", "0"]
+    (based / "runs" / "try-long-00000_batch-64_epochs-60-validation-0.safetensors").touch()
+    late = ["--point", "try-long-00000", "--epochs", "60", "--ms", "100", "--deadline", "0"]
     assert held_up(options().parse_args([*common, *late])) == ""  # what was begun is to be ended
 
 
@@ -185,11 +202,11 @@ def test_choices_are_compared_with_everything_else_alike() -> None:
         for rate in ("finetune", "rewind")
         for more in [1.0 if (score, rate) == ("l1", "rewind") else 0.0]
     }
-    lines = list(choices(events))
+    lines = list(tables.choices(events))
     assert "| l1 | 91.50 | +1.50 ± 0.50 | 2 |" in lines and "| rewind | 92.00 | +2.50 ± 0.50 | 2 |" in lines
     assert "| global | 90.75 |  | 4 |" in lines  # nothing to compare with
     del events["ablation-2.57-random-global-finetune-plain"]
-    assert "| l1 | 91.50 | +2.00 | 2 |" in list(choices(events))
+    assert "| l1 | 91.50 | +2.00 | 2 |" in list(tables.choices(events))
 
 
 def test_effects_of_a_plan() -> None:
@@ -246,18 +263,18 @@ def test_jobs_can_be_added_while_others_run(tmp_path: Path, capsys: pytest.Captu
         if len(todo) < 4:
             todo.append(job(len(todo)))
 
-    assert run_all(lambda: todo, 1, tmp_path, {}, time.time() + 60, add) == 1  # the last one fails
+    assert run_all(lambda: todo, lambda: 1, tmp_path, {}, time.time() + 60, add) == 1  # the last one fails
     told = capsys.readouterr().out
     assert [f"job{k}: rc {int(k == 3)}" in told and f"here is {k}" in told for k in range(4)] == [True] * 4
-    assert run_all(lambda: todo, 2, tmp_path, {}, time.time() - 1) == 0
+    assert run_all(lambda: todo, lambda: 2, tmp_path, {}, time.time() - 1) == 0
     assert "not begun: job0, job1, job2, job3" in capsys.readouterr().out
 
 
-def test_the_record_tries_every_way() -> None:
+def test_the_record_runs_every_plan() -> None:
     path = Path(__file__).parents[1] / "benchmarks" / "cifar" / "record.jobs"
     asked = [options().parse_args(line.split()) for line in path.read_text().splitlines()]
     tried = {(p, given.one) for given in asked for p in given.point if given.split == "validation"}
-    assert {(f"try-{w}-{n}", seed) for w, names in WAYS.items() for n in names for seed in range(TRIES)} <= tried
+    assert {(f"try-{way}-{levels}", 0) for way, choice in CHOICES.items() for levels in choice.plan} <= tried
     final = {(p, given.one or 0) for given in asked for p in given.point if given.split == "test"}
     points = [n for n, r in POINTS.items() if r.target and n not in FIRST]
     assert {(p, seed) for p in points for seed in range(3)} <= final

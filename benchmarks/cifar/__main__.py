@@ -14,7 +14,7 @@
                                [--back DIR]   # the same after each run
     python -m benchmarks.cifar --merge results.tgz    # finished runs of such a file to benchmarks/results/cifar
 
---point takes several names, and groups: promise, ablation, and the choices of recipes.WAYS. Of a file of jobs those run
+--point takes several names, and groups: promise, ablation, and those of recipes.CHOICES. Of a file of jobs those run
 first that stand first and whose base and choices are there. Runs that are done, here or in benchmarks/results/cifar,
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
 """
@@ -29,18 +29,21 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cifar import tables
 from benchmarks.cifar.choosing import decided, is_ready
 from benchmarks.cifar.data import HELD_OUT, IMAGES
-from benchmarks.cifar.recipes import VARIANTS, Recipe, names_of, recipe_of
+from benchmarks.cifar.recipes import POINTS, VARIANTS, Recipe, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
 from benchmarks.cifar.transfer import collect, merge
 from benchmarks.cifar.work import KEPT, Place, Run, TimeUpError, done
 
 SHORT, TOGETHER = 20, 8
 """Runs of at most so many epochs go so many to a process."""
+BESIDE_BASE = 3
+"""Processes while the base of the validation split is in training: much waits for it."""
 SET_UP, NEVER = 60, 1e6
 """Seconds before the first step of a run; minutes."""
 DONE, WAITS, LATE = "done", "its base or a choice is missing", "it would not end in time"
@@ -116,7 +119,7 @@ def main(words: list[str] | None = None) -> int:
             plain = [w for w in words if w not in ("--mps", "--no-mps")]
             command = [sys.executable, "-m", "benchmarks.cifar", *plain, "--beside", beside, "--one"]
             jobs = [(f"speed-{k}", [*command, str(k)]) for k in range(given.together)]
-            return run_all(lambda: jobs, given.together, place.runs / "logs", env, time.time() + 60)
+            return run_all(lambda: jobs, lambda: given.together, place.runs / "logs", env, time.time() + 60)
     changes = changes_of(given)
     if given.jobs is not None:
         at = words.index("--jobs")
@@ -212,11 +215,15 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: Callable[[], list[tu
 
     command = [sys.executable, "-m", "benchmarks.cifar"]
 
+    def room() -> int:
+        based = is_ready(POINTS["nm24"], replace(place, split="validation"))
+        return given.side_by_side if based else min(given.side_by_side, BESIDE_BASE)
+
     def whole() -> list[tuple[str, list[str]]]:
         return [(name, [*command, *words]) for name, words in jobs()]
 
     with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
-        failed = run_all(whole, given.side_by_side, place.runs / "logs", env, given.deadline - 20, back)
+        failed = run_all(whole, room, place.runs / "logs", env, given.deadline - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)
 

@@ -16,8 +16,9 @@ misled: on the test images the one for 40 epochs had 93.04, a gentle one (half t
 they started from had been trained for 100 epochs, and models with channels cut that were trained at a high rate for 80
 more were better than it, 92.67 against 92.44, which none is on the test images: a base that is not done learning speaks
 for high rates. So the base of the validation split is trained as the shared one was, for 200 epochs, and what is asked
-of it are few clear alternatives (WAYS); the best of each kind, by the mean of its runs, is what the points with that
-``way`` are made of. Nobody decides by hand.
+of it are plans of experiments (CHOICES): every run has each factor at its first or its second setting, so that all runs
+speak for all factors, and the points with that ``way`` are made of the settings with the better means. Nobody decides by
+hand.
 
 The recipe of a point that has been run on test images stays as it is (FIRST); another one is a point of its own, and
 tables show both, so that it can be seen how many were tried on them.
@@ -29,6 +30,8 @@ the longer both train alike.
 from __future__ import annotations
 
 import itertools
+import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -76,7 +79,7 @@ class Recipe:
     peer: str = ""
     """A method of Torch-Pruning in place of ours: l1, group or sparse."""
     way: str = ""
-    """A choice of WAYS: all that a point does not say itself is as in the way that was best on the validation split."""
+    """One of CHOICES: what a point does not say itself is as it was best on the validation split."""
     only: str = ""
     """``drop`` looks at what is left right after pruning, ``train`` trains the base itself."""
 
@@ -106,30 +109,47 @@ FIRST: dict[str, Recipe] = {
 }
 """Earlier recipes for points of the record, which have been run on test images."""
 
-_TRIED = Recipe(fewer=2.57, epochs=100, mend=8)
-_SMALL = replace(_TRIED, fewer=4.0, epochs=40)
-_SPARSE = replace(_ZEROS, sparsity=0.9, epochs=80)
-WAYS: dict[str, dict[str, Recipe]] = {
-    "long": {
-        "gentle": replace(_TRIED, lr=0.05),
-        "gentle-mixed": replace(_TRIED, lr=0.05, mixup=0.2),
-        "rewound": replace(_TRIED, lr=0.1),
-        "rewound-mixed": replace(_TUNED, fewer=2.57, epochs=100, lr=0.1),
-    },
-    "half": {
-        "everywhere": replace(_TUNED, channels=0.5, inner=False, epochs=40),
-        "gentle": replace(_SMALL, lr=0.05),
-        "rewound": replace(_SMALL, lr=0.1),
-        "tuned": replace(_TUNED, fewer=4.0, epochs=40),
-    },
-    "sparse": {
-        "gentle": replace(_SPARSE, lr=0.05),
-        "rewound": _SPARSE,
-        "rewound-mixed": replace(_SPARSE, mixup=0.2),
-    },
+
+@dataclass(frozen=True)
+class Choice:
+    """Factors, each with a first and a second setting, and the runs that tell which is better.
+
+    Half of the runs have a factor at its first setting, half at its second, and any two factors come in all four ways
+    equally often: a plan of 4 runs for 3 factors, of 8 for 5. ``levels`` are a digit, 0 or 1, for each factor.
+    """
+
+    start: Recipe
+    factors: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def plan(self) -> list[str]:
+        rows = itertools.product((0, 1), repeat=2 if len(self.factors) == 3 else 3)
+        whole = ((*r, r[0] ^ r[1]) if len(r) == 2 else (*r, r[0] ^ r[1] ^ r[2], r[1] ^ r[2]) for r in rows)
+        return ["".join(map(str, row)) for row in whole]
+
+    def at(self, levels: str) -> Recipe:
+        chosen = {name: pair[int(level)] for level, (name, pair) in zip(levels, self.factors.items(), strict=True)}
+        return replace(self.start, **chosen)
+
+    def worth(self, found: Mapping[str, float]) -> dict[str, float]:
+        """By how much the mean of the runs with the second setting of each factor is above that with the first."""
+        sides: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self.factors}
+        for levels, value in found.items():
+            for level, pair in zip(levels, sides.values(), strict=True):
+                pair[int(level)].append(value)
+        return {name: statistics.mean(second) - statistics.mean(first) for name, (first, second) in sides.items()}
+
+
+_SETTINGS = {"batch": (256, 128), "mixup": (0.0, 0.2)}
+_CUTS = {**_SETTINGS, "allocate": ("uniform", "global"), "clip": (1.0, 0.0)}
+_ONCE = replace(_AT_ONCE, sparsity=0.9, clip=1.0)
+CHOICES: dict[str, Choice] = {
+    "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
+    "half": Choice(Recipe(fewer=4.0, epochs=40, mend=8), {"lr": (0.1, 0.2), **_CUTS}),
+    "sparse": Choice(replace(_ZEROS, sparsity=0.9, epochs=60), {"lr": (0.05, 0.1), **_SETTINGS}),
+    "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
 }
-"""What is compared on the validation split, TRIES runs of each, before the points that ask for it are run."""
-TRIES = 2
+"""What is asked of the validation split before the points with that way are run."""
 
 POINTS: dict[str, Recipe] = {
     **FIRST,
@@ -141,10 +161,10 @@ POINTS: dict[str, Recipe] = {
     "half-40": Recipe(way="half", epochs=40, target=92.37),
     "drop": Recipe("right after pruning", only="drop", epochs=0.5, fewer=2.11, mend=16),
     "drop-half": Recipe("right after pruning", only="drop", epochs=0.5, channels=0.5, inner=False, mend=16),
-    "oneshot-unclipped-90": replace(_AT_ONCE, sparsity=0.9, target=93.37),
+    "oneshot-90-40": Recipe(way="oneshot", sparsity=0.9, epochs=40, target=93.37),
     "nm24": replace(_AT_ONCE, pattern="2:4", lr=0.05, target=94.2, clip=1.0),
 }
-POINTS |= {f"try-{way}-{name}": recipe for way, tried in WAYS.items() for name, recipe in tried.items()}
+POINTS |= {f"try-{way}-{levels}": choice.at(levels) for way, choice in CHOICES.items() for levels in choice.plan}
 for _share, _target in UNSTRUCTURED.items():
     POINTS[f"sparse-{_share}-200"] = Recipe(way="sparse", sparsity=int(_share) / 100, epochs=200, target=_target)
 for (_fewer, _epochs), _target in STRUCTURED.items():
@@ -167,7 +187,7 @@ POINTS |= ABLATION
 GROUPS: dict[str, list[str]] = {
     "promise": ["drop", "drop-half", "promise-20", "promise-40", "half-40"],
     "ablation": list(ABLATION),
-    **{way: [f"try-{way}-{name}" for name in tried] for way, tried in WAYS.items()},
+    **{way: [f"try-{way}-{levels}" for levels in choice.plan] for way, choice in CHOICES.items()},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -211,7 +231,7 @@ def recipe_of(point: str, variants: list[str], changes: list[str]) -> tuple[str,
     """A recipe with changes, and the name of its runs."""
     recipe, name = POINTS[point], point
     if recipe.way and (variants or changes):
-        raise SystemExit(f"{point} is as the best of {', '.join(names_of(recipe.way))}: change one of these instead")
+        raise SystemExit(f"{point} follows from {', '.join(names_of(recipe.way))}: change one of these instead")
     for variant in variants:
         recipe, name = replace(recipe, **VARIANTS[variant]), f"{name}_{variant}"
     for change in changes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cifar.recipes import POINTS
+from benchmarks.cifar.recipes import CHOICES, POINTS
 
 Events = dict[str, list[dict[str, Any]]]
 
@@ -106,6 +106,19 @@ def choices(events: Events) -> Iterator[str]:
         yield ""
 
 
+def factors(events: Events) -> Iterator[str]:
+    """What each factor of a plan of experiments is worth, where all its runs are there."""
+    for way, choice in CHOICES.items():
+        found = {levels: events[n][0]["accuracy"] for levels in choice.plan if (n := f"try-{way}-{levels}") in events}
+        if len(found) == len(choice.plan):
+            yield f"| {way}: factor | first | second | second against first, points |"
+            yield "|---|---|---|---|"
+            for name, gained in choice.worth(found).items():
+                first, second = choice.factors[name]
+                yield f"| {name} | {first} | {second} | {gained:+.2f} |"
+            yield ""
+
+
 def _but(chosen: tuple[str, ...], place: int) -> tuple[str, ...]:
     return (*chosen[:place], *chosen[place + 1 :])
 
@@ -143,7 +156,18 @@ def write(folder: Path) -> str:
     ):
         events = read(place, split)
         if events:
-            parts += [told, "", *table(events, split), "", *drops(events), *ablation(events), "", *choices(events), ""]
+            parts += [
+                told,
+                "",
+                *table(events, split),
+                "",
+                *drops(events),
+                *ablation(events),
+                "",
+                *choices(events),
+                *factors(events),
+                "",
+            ]
     text = "\n".join([*parts, *speeds(folder)]).strip() + "\n"
     (folder / "tables.md").write_text(text)
     return text
