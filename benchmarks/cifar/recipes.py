@@ -17,7 +17,7 @@ they started from had been trained for 100 epochs, and models with channels cut 
 more were better than it, 92.67 against 92.44, which none is on the test images: a base that is not done learning speaks
 for high rates. So the base of the validation split is trained as the shared one was, for 200 epochs, and what is asked
 of it are plans of experiments (CHOICES): every run has each factor at its first or its second setting, so that all runs
-speak for all factors, and the points with that ``way`` are made of the settings with the better means. Nobody decides by
+speak for all factors, and the points with that ``way`` are made of the settings with the better means, none of them by
 hand.
 
 The recipe of a point that has been run on test images stays as it is (FIRST); another one is a point of its own, and
