@@ -63,6 +63,15 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: sw.make_plan(chain(), IMAGE, HALF, score=lambda w, d: torch.full((w.shape[d],), float("nan"))),
         ["finite"],
     ),
+    "share of nothing": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 0}), ["above 0", "'0': 0", "0.8"]),
+    "share of no layer": (
+        lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"x": 2}),
+        ["allocate", "matches nothing"],
+    ),
+    "shares and a latency": (
+        lambda: sw.make_plan(chain(), IMAGE, sw.Budget(latency=0.5), allocate={"0": 2}),
+        ["no shares by name", "flops"],
+    ),
     "unknown allocation": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate="fair"), ["uniform", "'fair'"]),
     "ignore matches nothing": (
         lambda: sw.make_plan(chain(), IMAGE, HALF, ignore=("0.wieght",)),

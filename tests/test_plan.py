@@ -60,6 +60,24 @@ def test_uniform_takes_the_same_fraction_everywhere() -> None:
     assert [len(plan.groups[g.name]) for g in trace.groups] == [g.width // 4 for g in trace.groups]
 
 
+@pytest.mark.parametrize("fraction", [0.7, 0.4])
+def test_shares_by_name_are_kept_in_relation(fraction: float) -> None:
+    shares = {"re:[036]": 0.5, "6": 0.8}  # of the last layer as much again as of the first two; the later name counts
+    model = wide()
+    plan = sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate=shares)
+    left = [len(plan.groups.get(g.name, range(g.width))) / g.width for g in sw.trace(model, IMAGE).groups]
+    assert left == pytest.approx([min(1.0, left[1] * more) for more in (1, 1, 1.6, 2)], abs=0.04)
+    assert fraction - 0.02 <= plan.achieved["flops"] / plan.achieved["dense_flops"] <= fraction
+    assert plan.budget["allocate"] == shares
+    even = sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate={"re:.*": 3})
+    assert even.groups == sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate="uniform").groups
+
+
+def test_shares_are_of_channels_too() -> None:
+    plan = sw.make_plan(wide(), IMAGE, sw.Budget(channels=0.5), allocate={"9": 0.5})
+    assert plan.achieved["channels"] == pytest.approx(0.5 * 288, abs=3) and len(plan.groups["9"]) < 0.4 * 128
+
+
 def test_global_ranks_all_channels_together() -> None:
     model = wide()
     with torch.no_grad():

@@ -49,6 +49,12 @@ STREAM = ("conv1", r"re:layers\.\d+\.conv2", r"re:layers\.\d+\.down.*")
 """What makes the channels of the residual stream: ignoring these cuts inside blocks only."""
 
 
+def stages(blocks: int) -> list[str]:
+    """A pattern for the blocks of each size of image."""
+    parts = [range(first, first + blocks) for first in range(0, 3 * blocks, blocks)]
+    return [rf"re:layers\.({'|'.join(map(str, part))})\..*" for part in parts]
+
+
 def base(weights: Path, blocks: int = 9) -> nn.Module:
     model = ResNet(blocks)
     model.load_state_dict(load_file(weights))

@@ -53,6 +53,8 @@ class Recipe:
     allocate: str = "uniform"
     inner: bool = True
     """Channels are cut inside blocks only; the residual stream stays."""
+    late: float = 0.0
+    """Each stage keeps 2 to the power of this times the share that the one before it keeps, if that is possible."""
     schedule: str = "one-shot"
     rounds: int = 1
     until: float = 0.5

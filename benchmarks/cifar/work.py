@@ -17,7 +17,7 @@ from torch import nn
 import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
-from benchmarks.cifar.model import STREAM, ResNet, base, digest
+from benchmarks.cifar.model import STREAM, ResNet, base, digest, stages
 from benchmarks.cifar.recipes import Recipe
 from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
@@ -172,7 +172,10 @@ class Run:
                 score = scores.lamp
             elif r.score == "taylor":
                 score = scores.taylor(dense, self.batches(8))
-            return {"score": score, "allocate": r.allocate, "ignore": STREAM if r.inner else ()}
+            shares: Any = {name: 2 ** (r.late * stage) for stage, name in enumerate(stages(self.place.blocks))}
+            return {
+                "score": score, "allocate": shares if r.late else r.allocate, "ignore": STREAM if r.inner else (),
+            }  # fmt: skip
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}

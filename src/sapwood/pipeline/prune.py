@@ -16,7 +16,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.pipeline.latency import LatencyPlanner
 from sapwood.pipeline.planner import Planner
 from sapwood.pipeline.rounding import preferred
-from sapwood.planning.draft import ALLOCATIONS
+from sapwood.planning.draft import Allocate, require_allocation
 from sapwood.scoring import Score
 from sapwood.surgery.check import check_seen
 from sapwood.surgery.cut import cut
@@ -39,7 +39,7 @@ def make_plan(
     example_inputs: Any,
     budget: Budget,
     score: Score = "l1",
-    allocate: str = "global",
+    allocate: Allocate = "global",
     ignore: Iterable[str] = (),
     round_to: int | str | None = None,
     backend: str = "auto",
@@ -49,7 +49,9 @@ def make_plan(
 
     With ``Budget(latency=...)`` widths are chosen by what operators take on the model's device, for a batch such as
     ``example_inputs``; the cut model is measured as ``deploy`` runs it by ``backend``, and the plan corrected until
-    the budget is met within 3%. ``tell(what, done, of)`` hears of the progress.
+    the budget is met within 3%. ``allocate`` shares other budgets out: one ranking of all channels (global), the same
+    share everywhere (uniform), or shares by name in relation to one another. ``tell(what, done, of)`` is told how far
+    it is.
     """
     planner = _planner(model, example_inputs, budget, score, allocate, ignore, round_to, backend, tell)
     return planner.plan_until(planner.runs)
@@ -61,7 +63,7 @@ def prune(
     example_inputs: Any,
     budget: Budget,
     score: Score = "l1",
-    allocate: str = "global",
+    allocate: Allocate = "global",
     ignore: Iterable[str] = (),
     round_to: int | str | None = None,
     backend: str = "auto",
@@ -96,7 +98,7 @@ def _planner(
     example_inputs: Any,
     budget: Budget,
     score: Score,
-    allocate: str,
+    allocate: Allocate,
     ignore: Iterable[str],
     round_to: int | str | None,
     backend: str,
@@ -112,8 +114,10 @@ def _planner(
             "budget: expected channels, params, flops or latency; got sparsity, which is about zeros. "
             "Use sw.mask for it."
         )
-    if allocate not in ALLOCATIONS:
-        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
+    require_allocation(allocate)
+    if budget.kind == "latency" and not isinstance(allocate, str):
+        remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
+        raise explain("no shares by name with a latency", repr(allocate), remedy, "allocate")
     whole = isinstance(round_to, int) and not isinstance(round_to, bool) and round_to >= 1
     if not (round_to in (None, "auto") or whole):
         got, remedy = repr(round_to), "For example round_to=8, or round_to='auto'."

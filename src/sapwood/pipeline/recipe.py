@@ -17,6 +17,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
 from sapwood.measurement.backends import BACKENDS
 from sapwood.pipeline.shrink import Step, require_fading
+from sapwood.planning.draft import require_allocation
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule
@@ -102,7 +103,7 @@ class PrunePart:
     pattern: str = "unstructured"
     scope: str | None = None
     score: str | None = None
-    allocate: str | None = None
+    allocate: str | Mapping[str, float] | None = None
     include: Sequence[str] | None = None
     ignore: Sequence[str] | None = None
     round_to: int | str | None = None
@@ -123,12 +124,13 @@ class PrunePart:
         names = {
             "scope": SCOPES,
             "score": ELEMENT_SCORES if allowed is _MASKING else CHANNEL_SCORES,
-            "allocate": ("global", "uniform"),
             "backend": ("auto", *BACKENDS),
         }
         for key, known in names.items():
             if key in chosen and chosen[key] not in known:
                 raise explain(f"one of {', '.join(known)}", repr(chosen[key]), "Mend it.", f"prune, {key}")
+        if "allocate" in chosen:
+            require_allocation(chosen["allocate"])
         for key in ("ignore", "include"):
             if key in chosen and not (isinstance(chosen[key], list) and all(isinstance(n, str) for n in chosen[key])):
                 raise explain("a list of names", repr(chosen[key])[:60], f"{key}: [head]", f"prune, {key}")

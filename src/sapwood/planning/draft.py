@@ -19,6 +19,8 @@ from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_
 from sapwood.types import Budget, Plan, Scale
 
 ALLOCATIONS = ("uniform", "global")
+Allocate = str | Mapping[str, float]
+"""The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
 
 
 @uncollected()
@@ -26,15 +28,14 @@ def draft_plan(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: str = "global",
+    allocate: Allocate = "global",
     ignore: Iterable[str] = (),
     round_to: RoundTo = None,
     score_name: str = "",
     frozen_groups: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
-    if allocate not in ALLOCATIONS:
-        raise explain(" or ".join(ALLOCATIONS), repr(allocate), "Choose how the cut is shared out.", "allocate")
+    require_allocation(allocate)
     barred = frozen_groups or {}
     fixed = fixed_groups(trace, ignore, barred)
 
@@ -88,6 +89,27 @@ def _in_steps(
     return counts, told
 
 
+def require_allocation(allocate: Any) -> None:
+    if isinstance(allocate, Mapping):
+        for name, share in allocate.items():
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not isinstance(name, str) or not number or not 0 < share < math.inf:
+                remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
+                raise explain("names with numbers above 0", f"{name!r}: {share!r}", remedy, "allocate")
+    elif allocate not in ALLOCATIONS:
+        wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+        raise explain(wanted, repr(allocate), "Choose how the cut is shared out.", "allocate")
+
+
+def shares_of(trace: Trace, allocate: Allocate) -> np.ndarray:
+    """What each group keeps in relation to the one that keeps the least; of several names the last one counts."""
+    shares = np.ones(len(trace.groups))
+    for pattern, share in allocate.items() if isinstance(allocate, Mapping) else ():
+        named = ignored_groups(trace, (pattern,), "allocate")
+        shares[[g.name in named for g in trace.groups]] = share
+    return np.asarray(shares / shares.min(initial=np.inf))
+
+
 def fixed_groups(trace: Trace, ignore: Iterable[str], barred: Mapping[str, str]) -> np.ndarray:
     """Which groups stay whole."""
     ignored = ignored_groups(trace, ignore)
@@ -125,10 +147,10 @@ def weights_of(trace: Trace) -> list[int]:
     return [max(1, sum(len(trace.shapes[name]) > 1 for name, _ in g.sites)) for g in trace.groups]
 
 
-def describe(budget: Budget, allocate: str, round_to: RoundTo, score_name: str) -> dict[str, Any]:
+def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": allocate,
+        "allocate": allocate if isinstance(allocate, str) else dict(allocate),
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
@@ -138,7 +160,7 @@ def _count(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: str,
+    allocate: Allocate,
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
@@ -148,11 +170,11 @@ def _count(
     limit = budget.limit(dense)
     if limit >= dense:
         return trace.dense
-    ranks = _ranks(scores)
+    ranks, shares = _ranks(scores), shares_of(trace, allocate)
 
     def targets(level: float) -> np.ndarray:
-        if allocate == "uniform":
-            return widths * level
+        if allocate != "global":
+            return widths * np.minimum(level * shares, 1.0)
         best = level * sum(trace.dense)
         return np.array([np.searchsorted(r, best, side="left") for r in ranks], dtype=float)
 
@@ -214,7 +236,7 @@ def _unreachable(
     )
 
 
-def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
+def ignored_groups(trace: Trace, patterns: Iterable[str], where: str = "ignore") -> set[str]:
     """Groups whose channels are made by what the patterns name.
 
     A module name stands for the channels that this module makes (its inputs may still shrink); a
@@ -226,7 +248,7 @@ def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
     modules = sorted({".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
     result: set[str] = set()
     for pattern in patterns:
-        chosen, exact = _matching(pattern, names, modules)
+        chosen, exact = _matching(pattern, names, modules, where)
         sites = {(n, d) for n in chosen for d in range(len(trace.shapes[n]))}
         made = {s for s in sites if s in trace.made}
         wanted = made if made and not exact else sites
@@ -234,12 +256,12 @@ def ignored_groups(trace: Trace, patterns: Iterable[str]) -> set[str]:
     return result
 
 
-def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[str], bool]:
+def _matching(pattern: str, names: list[str], modules: list[str], where: str) -> tuple[list[str], bool]:
     if pattern.startswith("re:"):
         try:
             fits = re.compile(pattern[3:]).fullmatch
         except re.error as error:
-            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", "ignore") from None
+            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", where) from None
         hit = {m for m in modules if fits(m)}
         chosen = [n for n in names if fits(n) or any(n.startswith(m + ".") for m in hit)]
     else:
@@ -253,7 +275,7 @@ def _matching(pattern: str, names: list[str], modules: list[str]) -> tuple[list[
             "names of parameters or modules",
             f"{pattern!r}, which matches nothing",
             f"Use a name of model.named_modules() or 're:...'.{hint}",
-            "ignore",
+            where,
         )
     return chosen, False
 
