@@ -56,7 +56,7 @@ def based(base_of_all: Path, tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick, tmp_path = ("--set", "batch=64", "--epochs", "1"), based
-    points = ["structured-4-100", "promise-half-40", "try-sparse-000", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "try-shape-01011", "try-sparse-000", "nm24"]
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
@@ -107,12 +107,12 @@ def test_runs_of_different_kinds_side_by_side(based: Path, capsys: pytest.Captur
     assert "2 processes to run" in told and "was not begun: --point nm: expected one of" in told
     assert len(list((based / "out").glob("*.jsonl"))) == 3
     before = {name for name, _, why in listed(jobs, words(based)) if not why}
-    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point long-4-200\n--pint nm24\n")
+    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point shape-4-200\n--pint nm24\n")
     found = listed(jobs, words(based))
     after = [name for name, _, why in found if not why]
     assert before == set(after[1:]) and len(after) == 3 and after[0].startswith("point_base_one_1_")
     waiting = [name for name, _, why in found if why == WAITS]
-    assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_long-4-200"]
+    assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_shape-4-200"]
     assert "unrecognized arguments: --pint nm24" in found[-1][2]
 
 
@@ -138,7 +138,7 @@ def test_plans_of_experiments_ask_for_every_factor_alike() -> None:
 
 def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     place = Place(Path("random"), tmp_path / "out", tmp_path / "runs", kept=tmp_path / "kept")
-    point, choice, tried = POINTS["long-2.11-200"], CHOICES["long"], POINTS["try-half-00000"]
+    point, choice, tried = POINTS["long-2.57-100"], CHOICES["long"], POINTS["try-half-00000"]
     place.kept.mkdir()
     for levels in choice.plan:
         assert best_levels("long", place) is None and not is_ready(tried, held(place))
@@ -156,7 +156,7 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     (place.kept / "base-validation-0.jsonl").write_text(json.dumps({"event": "done"}) + "\n")
     assert is_ready(tried, held(place)) and is_ready(POINTS["base"], place)
     made = decided(point, place)
-    assert (made.fewer, made.epochs, made.target) == (2.11, 200, 94.2)
+    assert (made.fewer, made.epochs, made.target) == (2.57, 100, 93.7)
     assert (made.lr, made.batch, made.mixup, made.allocate, made.clip) == (0.05, 128, 0.0, "global", 1.0)
     assert "01010 of lr, batch" in made.about and decided(POINTS["nm24"], place) == POINTS["nm24"]
     first = f"try-long-{choice.plan[0]}-validation-0.jsonl"
@@ -164,7 +164,7 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2 different bases"):
         best_levels("long", place)
     with pytest.raises(SystemExit, match="change one of these"):
-        recipe_of("long-2.11-200", [], ["lr=0.1"])
+        recipe_of("long-2.57-100", [], ["lr=0.1"])
 
 
 def held(place: Place) -> Place:

@@ -23,8 +23,9 @@ hand.
 The recipe of a point that has been run on test images stays as it is (FIRST); another one is a point of its own, and
 tables show both, so that it can be seen how many were tried on them.
 
-Torch-Pruning is compared after 40 epochs, by the gentle recipe for both: what follows from a cut is washed out the more
-the longer both train alike.
+Torch-Pruning is compared after 40 epochs, both trained by the settings that ``shape`` found: what follows from a cut is
+washed out the more the longer both train alike. How ours is shaped (whether the residual stream is cut, too, and how
+much more is cut early) comes from the same plan.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ FIRST: dict[str, Recipe] = {
     "matched-2.57-100": replace(_MATCHED, fewer=2.57, epochs=100, target=93.7),
     "tuned-2.11-40": replace(_TUNED, fewer=2.11, epochs=40, target=93.37),
     "promise-half-40": replace(_TUNED, channels=0.5, inner=False, epochs=40, target=92.37),
+    "promise-2.57-40": replace(_PROMISE, fewer=2.57, epochs=40),
+    "promise-4-40": replace(_PROMISE, fewer=4.0, epochs=40),
+    "peer-2.57-40-l1": replace(_PROMISE, fewer=2.57, epochs=40, peer="l1", mend=0),
 }
 """Earlier recipes for points of the record, which have been run on test images."""
 
@@ -147,19 +151,27 @@ _CUTS = {**_SETTINGS, "allocate": ("uniform", "global"), "clip": (1.0, 0.0)}
 _ONCE = replace(_AT_ONCE, sparsity=0.9, clip=1.0)
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
+    "shape": Choice(
+        Recipe(fewer=2.57, epochs=80, mend=8, lr=0.05, mixup=0.2),
+        {
+            "inner": (True, False),
+            "late": (0.0, 0.5),
+            "weight_decay": (5e-4, 1e-3),
+            "fade": (0.0, 0.25),
+            "cutout": (0, 8),
+        },
+    ),
     "half": Choice(Recipe(fewer=4.0, epochs=40, mend=8), {"lr": (0.1, 0.2), **_CUTS}),
     "sparse": Choice(replace(_ZEROS, sparsity=0.9, epochs=60), {"lr": (0.05, 0.1), **_SETTINGS}),
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
 }
-"""What is asked of the validation split before the points with that way are run."""
+"""What is asked of the validation split before the points with that way are run; shape starts from what long found."""
 
 POINTS: dict[str, Recipe] = {
     **FIRST,
     "base": Recipe("ResNet-56 without the validation images", only="train", distill=False, clip=0.0, decay_all=True),
     "promise-20": replace(_PROMISE, fewer=2.11, epochs=20, target=92.37),
     "promise-40": replace(_PROMISE, fewer=2.11, epochs=40, target=93.37),
-    "promise-2.57-40": replace(_PROMISE, fewer=2.57, epochs=40),
-    "promise-4-40": replace(_PROMISE, fewer=4.0, epochs=40),
     "half-40": Recipe(way="half", epochs=40, target=92.37),
     "drop": Recipe("right after pruning", only="drop", epochs=0.5, fewer=2.11, mend=16),
     "drop-half": Recipe("right after pruning", only="drop", epochs=0.5, channels=0.5, inner=False, mend=16),
@@ -169,10 +181,12 @@ POINTS: dict[str, Recipe] = {
 POINTS |= {f"try-{way}-{levels}": choice.at(levels) for way, choice in CHOICES.items() for levels in choice.plan}
 for _share, _target in UNSTRUCTURED.items():
     POINTS[f"sparse-{_share}-200"] = Recipe(way="sparse", sparsity=int(_share) / 100, epochs=200, target=_target)
+POINTS["long-2.57-100"] = Recipe(way="long", fewer=2.57, epochs=100, target=93.7)
 for (_fewer, _epochs), _target in STRUCTURED.items():
-    POINTS[f"long-{_fewer}-{_epochs}"] = Recipe(way="long", fewer=float(_fewer), epochs=_epochs, target=_target)
-for _fewer, _method in itertools.product(("2.11", "2.57", "4"), ("l1", "group", "sparse")):
-    POINTS[f"peer-{_fewer}-40-{_method}"] = replace(_PROMISE, fewer=float(_fewer), epochs=40, peer=_method, mend=0)
+    POINTS[f"shape-{_fewer}-{_epochs}"] = Recipe(way="shape", fewer=float(_fewer), epochs=_epochs, target=_target)
+for _fewer, _method in itertools.product(("2.11", "2.57", "4"), ("", "l1", "group", "sparse")):
+    _name = f"theirs-{_fewer}-40-{_method}" if _method else f"ours-{_fewer}-40"
+    POINTS[_name] = Recipe(way="shape", fewer=float(_fewer), epochs=40, peer=_method)
 
 ABLATION: dict[str, Recipe] = {}
 for _score, _allocate, _rate, _distill in itertools.product(
