@@ -48,6 +48,7 @@ class Recipe:
     fewer: float | None = None
     """Times fewer multiply-accumulates."""
     channels: float | None = None
+    """The share of every layer's channels that stays, in place of ``fewer``."""
     sparsity: float | None = None
     pattern: str = "unstructured"
     score: str = "l1"
@@ -173,6 +174,7 @@ POINTS: dict[str, Recipe] = {
     "promise-20": replace(_PROMISE, fewer=2.11, epochs=20, target=92.37),
     "promise-40": replace(_PROMISE, fewer=2.11, epochs=40, target=93.37),
     "half-40": Recipe(way="half", epochs=40, target=92.37),
+    "half-everywhere-40": Recipe(way="half", channels=0.5, inner=False, epochs=40, target=92.37),
     "drop": Recipe("right after pruning", only="drop", epochs=0.5, fewer=2.11, mend=16),
     "drop-half": Recipe("right after pruning", only="drop", epochs=0.5, channels=0.5, inner=False, mend=16),
     "oneshot-90-40": Recipe(way="oneshot", sparsity=0.9, epochs=40, target=93.37),

@@ -161,7 +161,7 @@ class Run:
     def budget(self) -> sw.Budget | None:
         r = self.recipe
         if r.fewer or r.channels:
-            return sw.Budget(flops=1 / r.fewer) if r.fewer else sw.Budget(channels=r.channels)
+            return sw.Budget(channels=r.channels) if r.channels else sw.Budget(flops=1 / (r.fewer or 1))
         return sw.Budget(sparsity=r.sparsity) if r.sparsity else None
 
     def options(self, dense: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,24 @@ def parse_rounding(text: str | None) -> int | str | None:
     if not re.fullmatch(r"[1-9]\d{0,5}", text):
         raise explain("a whole number of at least 1, or auto", repr(text), "For example 8.", "--round-to")
     return int(text)
+
+
+def parse_shares(texts: Sequence[str] | None, allocate: str | None) -> str | dict[str, float]:
+    """How a cut is shared out: a name, or layer1=0.8 and the like."""
+    if not texts:
+        return allocate or "global"
+    if allocate is not None:
+        raise explain("--allocate or --share", "both", "Shares by name stand for themselves; leave one out.", "--share")
+    shares = {}
+    for text in texts:
+        name, found, number = text.rpartition("=")
+        try:
+            shares[name] = float(number)
+        except ValueError:
+            found = ""
+        if not found or not name:
+            raise explain("a name and a number", repr(text), "For example --share layer1=0.8.", "--share")
+    return shares
 
 
 def on_device(meant: Subject, device: str | None, dtype: str | None, batch: int | None = None) -> Subject:

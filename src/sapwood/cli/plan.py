@@ -15,6 +15,7 @@ from sapwood.cli.common import (
     on_device,
     parse_budget,
     parse_rounding,
+    parse_shares,
     remark,
     show,
     subject,
@@ -38,7 +39,12 @@ def plan(
         typer.Option(help="What may remain: flops=0.5, params=1000000, latency=0.5, latency=3.5ms, ..."),
     ],
     score: Annotated[str, typer.Option(help="What ranks channels: l1, l2, bn_scale or random.")] = "l1",
-    allocate: Annotated[str, typer.Option(help="global (one ranking) or uniform (the same share).")] = "global",
+    allocate: Annotated[
+        str | None, typer.Option(help="global (one ranking; the default) or uniform (the same share).")
+    ] = None,
+    share: Annotated[
+        list[str] | None, typer.Option(help="layer1=0.8: keep less (or more) there than elsewhere, in relation.")
+    ] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A module or parameter to keep, or re:...")] = None,
     round_to: Annotated[str | None, typer.Option(help="Keep multiples of this, or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="For latency: cpu or cuda; cuda where there is one.")] = None,
@@ -53,6 +59,7 @@ def plan(
 ) -> None:
     """Decide which channels stay within a budget and write the plan."""
     limit, step = parse_budget(budget), parse_rounding(round_to)
+    shared = parse_shares(share, allocate)
     with working(f"Planning for {model} ..."):
         meant = subject(model, inputs, dense)
         if weights is not None:
@@ -72,7 +79,7 @@ def plan(
     with following(as_json or not measured) as tell:
         where = on_device(meant, device, dtype, batch) if measured else meant
         made = make_plan(
-            where.model, where.inputs, limit, score, allocate, ignore or (), step, backend=backend, tell=tell
+            where.model, where.inputs, limit, score, shared, ignore or (), step, backend=backend, tell=tell
         )
     with working(f"Planning for {model} ..."):
         write_plan(out, meant, made)
