@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,7 +64,20 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: sw.make_plan(chain(), IMAGE, HALF, score=lambda w, d: torch.full((w.shape[d],), float("nan"))),
         ["finite"],
     ),
-    "share of nothing": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 0}), ["above 0", "'0': 0", "0.8"]),
+    "share of nothing": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 0}), ["0.001", "'0': 0", "0.8"]),
+    "no shares": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={}), ["names with numbers", "none"]),
+    "shares as an array": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate=np.ones(2)), ["shares by name"]),
+    "two shares": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 2, "re:0": 3}), ["group 0", "2 by '0'"]),
+    "share and ignore": (
+        lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 2}, ignore="0"),
+        ["'0', which makes none that may be cut"],
+    ),
+    "shares in rounds": (
+        lambda: sw.prune_and_recover(
+            chain(), IMAGE, [1], HALF, lr=0.1, epochs=1, schedule="cubic", rounds=3, options={"allocate": {"0": 2}}
+        ),
+        ["one cut", "3 rounds", "fade"],
+    ),
     "share of no layer": (
         lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"x": 2}),
         ["allocate", "matches nothing"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,15 +64,25 @@ def test_uniform_takes_the_same_fraction_everywhere() -> None:
 
 @pytest.mark.parametrize("fraction", [0.7, 0.4])
 def test_shares_by_name_are_kept_in_relation(fraction: float) -> None:
-    shares = {"re:[036]": 0.5, "6": 0.8}  # of the last layer as much again as of the first two; the later name counts
+    shares = {"re:[03]": 0.5, "6": np.float32(0.8)}  # of the last layer as much again as of the first two
     model = wide()
     plan = sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate=shares)
     left = [len(plan.groups.get(g.name, range(g.width))) / g.width for g in sw.trace(model, IMAGE).groups]
     assert left == pytest.approx([min(1.0, left[1] * more) for more in (1, 1, 1.6, 2)], abs=0.04)
     assert fraction - 0.02 <= plan.achieved["flops"] / plan.achieved["dense_flops"] <= fraction
-    assert plan.budget["allocate"] == shares
+    assert plan.budget["allocate"] == pytest.approx(shares) and json.dumps(dict(plan.budget))
     even = sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate={"re:.*": 3})
     assert even.groups == sw.make_plan(model, IMAGE, sw.Budget(flops=fraction), allocate="uniform").groups
+
+
+@pytest.mark.parametrize("allocate", ["uniform", {"9": 0.25}])
+def test_what_is_left_over_does_not_undo_a_share(allocate: Any) -> None:
+    model = wide()  # of the last layer channels cost the least
+    plan = sw.make_plan(model, IMAGE, sw.Budget(flops=0.5), allocate=allocate)
+    left = [len(plan.groups.get(g.name, range(g.width))) / g.width for g in sw.trace(model, IMAGE).groups]
+    asked = left[2] * (1.0 if allocate == "uniform" else 0.25)
+    assert asked - 0.05 <= left[3] <= asked + 0.11
+    assert 0.45 <= plan.achieved["flops"] / plan.achieved["dense_flops"] <= 0.5
 
 
 def test_shares_are_of_channels_too() -> None:

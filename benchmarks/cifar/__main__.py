@@ -132,10 +132,10 @@ def main(words: list[str] | None = None) -> int:
     if given.one is None:
         return launch(given, place, words, changes)
     chosen = [recipe_of(name, given.variant, changes) for point in given.point for name in names_of(point)]
-    for name, recipe in chosen:
-        if done(place, name, given.one) is None and fits(name, recipe, given):
+    for name, asked in chosen:
+        if done(place, name, given.one) is None and fits(name, recipe := decided(asked, place), given):
             try:
-                print(Run(name, decided(recipe, place), given.one, place)(), flush=True)
+                print(Run(name, recipe, given.one, place)(), flush=True)
             except TimeUpError:
                 print(f"{name}, seed {given.one}: stopped, goes on next time")
                 break
@@ -176,7 +176,8 @@ def held_up(given: argparse.Namespace) -> str:
         return DONE
     if not all(is_ready(recipe, place) for _, recipe in left):
         return WAITS
-    return "" if fits(*left[0], given) else LATE
+    name, recipe = left[0]
+    return "" if fits(name, decided(recipe, place), given) else LATE
 
 
 def fits(name: str, recipe: Recipe, given: argparse.Namespace) -> bool:

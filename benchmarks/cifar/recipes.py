@@ -56,7 +56,7 @@ class Recipe:
     inner: bool = True
     """Channels are cut inside blocks only; the residual stream stays."""
     late: float = 0.0
-    """Each stage keeps 2 to the power of this times the share that the one before it keeps, if that is possible."""
+    """Each stage keeps 2 to the power of this times the share that the one before it keeps; over ``allocate``."""
     schedule: str = "one-shot"
     rounds: int = 1
     until: float = 0.5
@@ -153,12 +153,12 @@ _ONCE = replace(_AT_ONCE, sparsity=0.9, clip=1.0)
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
     "shape": Choice(
-        Recipe(fewer=2.57, epochs=80, mend=8, lr=0.05, mixup=0.2),
+        Recipe(fewer=2.57, epochs=80, mend=8, lr=0.05),
         {
             "inner": (True, False),
-            "late": (0.0, 0.5),
+            "late": (0.0, 0.4),
             "weight_decay": (5e-4, 1e-3),
-            "fade": (0.0, 0.25),
+            "mixup": (0.2, 0.5),
             "cutout": (0, 8),
         },
     ),
@@ -214,7 +214,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stream-global": {"inner": False, "allocate": "global"},
     "small-cuts": {"schedule": "cubic", "rounds": 12, "until": 0.25, "fade": 0.0},
     "at-once": {"fade": 0.0},
-    "late": {"fade": 0.5},
+    "slowly": {"fade": 0.5},
     "no-teacher": {"distill": False},
     "soft": {"share": 0.5},
     "cool": {"temperature": 2.0},

@@ -146,18 +146,16 @@ def parse_rounding(text: str | None) -> int | str | None:
 def parse_shares(texts: Sequence[str] | None, allocate: str | None) -> str | dict[str, float]:
     """How a cut is shared out: a name, or layer1=0.8 and the like."""
     if not texts:
-        return allocate or "global"
+        return "global" if allocate is None else allocate
     if allocate is not None:
         raise explain("--allocate or --share", "both", "Shares by name stand for themselves; leave one out.", "--share")
     shares = {}
     for text in texts:
-        name, found, number = text.rpartition("=")
-        try:
-            shares[name] = float(number)
-        except ValueError:
-            found = ""
-        if not found or not name:
-            raise explain("a name and a number", repr(text), "For example --share layer1=0.8.", "--share")
+        name, _, number = text.rpartition("=")
+        if not name or name in shares or not re.fullmatch(r"\d*\.?\d+", number):
+            got = repr(text) + (", the second for this name" if name in shares else "")
+            raise explain("a name and a number, once for each name", got, "For example --share layer1=0.8.", "--share")
+        shares[name] = float(number)
     return shares
 
 

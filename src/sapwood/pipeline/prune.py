@@ -114,10 +114,7 @@ def _planner(
             "budget: expected channels, params, flops or latency; got sparsity, which is about zeros. "
             "Use sw.mask for it."
         )
-    require_allocation(allocate)
-    if budget.kind == "latency" and not isinstance(allocate, str):
-        remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
-        raise explain("no shares by name with a latency", repr(allocate), remedy, "allocate")
+    require_allocation(allocate, budget.kind)
     whole = isinstance(round_to, int) and not isinstance(round_to, bool) and round_to >= 1
     if not (round_to in (None, "auto") or whole):
         got, remedy = repr(round_to), "For example round_to=8, or round_to='auto'."

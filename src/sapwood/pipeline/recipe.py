@@ -130,7 +130,7 @@ class PrunePart:
             if key in chosen and chosen[key] not in known:
                 raise explain(f"one of {', '.join(known)}", repr(chosen[key]), "Mend it.", f"prune, {key}")
         if "allocate" in chosen:
-            require_allocation(chosen["allocate"])
+            require_allocation(chosen["allocate"], budget.kind if budget else "", "prune, allocate")
         for key in ("ignore", "include"):
             if key in chosen and not (isinstance(chosen[key], list) and all(isinstance(n, str) for n in chosen[key])):
                 raise explain("a list of names", repr(chosen[key])[:60], f"{key}: [head]", f"prune, {key}")

@@ -131,9 +131,13 @@ class Allocator:
     fixed: np.ndarray
     targets: Targets
     cost: Callable[[np.ndarray], float]
+    rise: np.ndarray | None = None
+    """By how many channels each group may end above the level that fits, to use up what is left over; None: by any."""
 
-    def counts(self, level: float, held: dict[int, np.ndarray] | None = None) -> np.ndarray:
-        wanted = self.targets(level)
+    def counts(
+        self, level: float, held: dict[int, np.ndarray] | None = None, most: np.ndarray | None = None
+    ) -> np.ndarray:
+        wanted = self.targets(level) if most is None else np.minimum(self.targets(level), most)
         result = np.zeros(len(self.widths))
         for number, unit in enumerate(self.units):
             index = list(unit.groups)
@@ -160,14 +164,16 @@ class Allocator:
     ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
         """Raise the level; hold what would overshoot, go on with the rest. Also: the steps not taken."""
         held, level = dict(held), 0.0
-        best = self.counts(level, held)
+        best, most = self.counts(level, held), None
         coarse: list[tuple[int, np.ndarray]] = []
         for _ in range(len(self.units)):
-            low, high = self._bisect(limit, level, held)
-            best, level = self.counts(low, held), low
+            low, high = self._bisect(limit, level, held, most)
+            best, level = self.counts(low, held, most), low
+            if most is None and self.rise is not None:
+                most = best + self.rise
             if limit - self.cost(best) <= slack or low >= 1.0:
                 break
-            above = self.counts(high, held)
+            above = self.counts(high, held, most)
             jumped = [
                 n
                 for n, u in enumerate(self.units)
@@ -186,13 +192,15 @@ class Allocator:
         mixed[index] = above[index]
         return self.cost(mixed)
 
-    def _bisect(self, limit: float, low: float, held: dict[int, np.ndarray]) -> tuple[float, float]:
+    def _bisect(
+        self, limit: float, low: float, held: dict[int, np.ndarray], most: np.ndarray | None
+    ) -> tuple[float, float]:
         high = 1.0
-        if self.cost(self.counts(high, held)) <= limit:
+        if self.cost(self.counts(high, held, most)) <= limit:
             return high, high
         for _ in range(24):
             middle = (low + high) / 2
-            if self.cost(self.counts(middle, held)) <= limit:
+            if self.cost(self.counts(middle, held, most)) <= limit:
                 low = middle
             else:
                 high = middle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,11 +37,11 @@ def draft_plan(
 ) -> Plan:
     """Decide what every group keeps. ``frozen_groups`` (name -> why) are left whole."""
     require_allocation(allocate)
-    barred = frozen_groups or {}
-    fixed = fixed_groups(trace, ignore, barred)
+    barred, ignore = frozen_groups or {}, (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    fixed, shares = fixed_groups(trace, ignore, barred), shares_of(trace, allocate, ignore)
 
     def count(steps: RoundTo) -> list[int]:
-        return _count(trace, scores, budget, allocate, steps, fixed, barred)
+        return _count(trace, scores, budget, None if allocate == "global" else shares, steps, fixed, barred)
 
     counts, too_many = _in_steps(trace, budget, round_to, count)
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
@@ -89,24 +90,44 @@ def _in_steps(
     return counts, told
 
 
-def require_allocation(allocate: Any) -> None:
-    if isinstance(allocate, Mapping):
-        for name, share in allocate.items():
-            number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if not isinstance(name, str) or not number or not 0 < share < math.inf:
-                remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
-                raise explain("names with numbers above 0", f"{name!r}: {share!r}", remedy, "allocate")
-    elif allocate not in ALLOCATIONS:
-        wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
-        raise explain(wanted, repr(allocate), "Choose how the cut is shared out.", "allocate")
+def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
+    """``kind`` is that of the budget."""
+    if not isinstance(allocate, Mapping):
+        if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
+            wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+            raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
+        return
+    if kind == "latency":
+        remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
+        raise explain("no shares by name with a latency", repr(dict(allocate))[:80], remedy, where)
+    remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
+    if not allocate:
+        raise explain("names with numbers", "none", remedy, where)
+    for name, share in allocate.items():
+        number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not isinstance(name, str) or not number or not 0.001 <= share <= 1000:
+            raise explain("names with numbers from 0.001 to 1000", f"{name!r}: {share!r}"[:80], remedy, where)
 
 
-def shares_of(trace: Trace, allocate: Allocate) -> np.ndarray:
-    """What each group keeps in relation to the one that keeps the least; of several names the last one counts."""
-    shares = np.ones(len(trace.groups))
-    for pattern, share in allocate.items() if isinstance(allocate, Mapping) else ():
-        named = ignored_groups(trace, (pattern,), "allocate")
-        shares[[g.name in named for g in trace.groups]] = share
+def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.ndarray:
+    """What each group keeps in relation to the one that keeps the least."""
+    if isinstance(allocate, str):
+        return np.ones(len(trace.groups))
+    ignored, given = ignored_groups(trace, ignore), dict[str, tuple[str, float]]()
+    for pattern, share in allocate.items():
+        named = ignored_groups(trace, (pattern,), "allocate") - ignored
+        if not named:
+            got, remedy = (
+                f"{pattern!r}, which makes none that may be cut",
+                "Leave it out; see trace.frozen, and ignore.",
+            )
+            raise explain("names of layers that make channels", got, remedy, "allocate")
+        for name in sorted(named):
+            other, before = given.setdefault(name, (pattern, float(share)))
+            if before != share:
+                got = f"{before:g} by {other!r} and {float(share):g} by {pattern!r}"
+                raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
+    shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
     return np.asarray(shares / shares.min(initial=np.inf))
 
 
@@ -150,7 +171,7 @@ def weights_of(trace: Trace) -> list[int]:
 def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": allocate if isinstance(allocate, str) else dict(allocate),
+        "allocate": allocate if isinstance(allocate, str) else {name: float(x) for name, x in allocate.items()},
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
@@ -160,7 +181,7 @@ def _count(
     trace: Trace,
     scores: Sequence[np.ndarray],
     budget: Budget,
-    allocate: Allocate,
+    shares: np.ndarray | None,
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
@@ -170,23 +191,25 @@ def _count(
     limit = budget.limit(dense)
     if limit >= dense:
         return trace.dense
-    ranks, shares = _ranks(scores), shares_of(trace, allocate)
+    ranks = _ranks(scores)
 
     def targets(level: float) -> np.ndarray:
-        if allocate != "global":
+        if shares is not None:
             return widths * np.minimum(level * shares, 1.0)
         best = level * sum(trace.dense)
         return np.array([np.searchsorted(r, best, side="left") for r in ranks], dtype=float)
 
+    steps = steps_for(round_to, block_sizes(trace), trace.dense)
     allocator = Allocator(
         units_of(trace.dense, [form for form, _ in trace.constraints]),
         widths,
-        steps_for(round_to, block_sizes(trace), trace.dense),
+        steps,
         fixed,
         targets,
         lambda counts: trace.costs.evaluate(budget.kind, [int(c) for c in counts]),
+        None if shares is None else np.maximum(steps, widths / 10),
     )
-    if budget.kind == "channels" and allocate == "uniform":  # the same fraction of each group
+    if budget.kind == "channels" and shares is not None and (shares == 1).all():  # the same fraction of each group
         return [int(c) for c in allocator.counts(limit / dense)]
     least = allocator.cost(allocator.counts(0.0))
     if budget.kind == "channels" and budget.is_fraction:
