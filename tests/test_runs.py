@@ -228,11 +228,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no images": ({"data": "folder:/nowhere"}, [], "folder of images per class"),
     "wrong type": ({"train": {"epochs": "many"}}, [], "'many'"),
     "two budgets": ({"prune": [{"sparsity": 0.5, "channels": 0.5}]}, [], "exactly one"),
-    "wrong shares": (
-        {"prune": [{"flops": 0.5, "allocate": {"fc": -1}}]},
-        [],
-        "prune, allocate: expected names",
-    ),
+    "wrong shares": ({"prune": [{"flops": 0.5, "allocate": {"fc": -1}}]}, [], "prune, allocate: expected names"),
     "shares of a latency": ({"prune": [{"latency": 0.5, "allocate": {"fc": 1}}]}, [], "no shares by name"),
     "wrong allocation": ({"prune": [{"flops": 0.5, "allocate": "fair"}]}, [], "uniform, global"),
     "wrong option": ({"prune": [{"sparsity": 0.5, "allocate": "global"}]}, [], "'allocate'"),

@@ -16,8 +16,8 @@ def best_levels(way: str, place: Place) -> str | None:
         return None
     if len(bases := {run["base_digest"] for run in found.values()}) > 1:
         raise SystemExit(f"runs of try-{way} started from {len(bases)} different bases: remove those of all but one")
-    worth = choice.worth({levels: run["accuracy"] for levels, run in found.items()})
-    return "".join("1" if gained > 0 else "0" for gained in worth.values())
+    worth, _ = choice.worth({levels: run["accuracy"] for levels, run in found.items()})
+    return "".join("1" if round(gained, 6) > 0 else "0" for gained in worth.values())
 
 
 def is_ready(recipe: Recipe, place: Place) -> bool:

@@ -31,10 +31,11 @@ much more is cut early) comes from the same plan.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from benchmarks.cifar.factors import effects
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,11 @@ class Choice:
         chosen = {name: pair[int(level)] for level, (name, pair) in zip(levels, self.factors.items(), strict=True)}
         return replace(self.start, **chosen)
 
-    def worth(self, found: Mapping[str, float]) -> dict[str, float]:
-        """By how much the mean of the runs with the second setting of each factor is above that with the first."""
-        sides: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self.factors}
-        for levels, value in found.items():
-            for level, pair in zip(levels, sides.values(), strict=True):
-                pair[int(level)].append(value)
-        return {name: statistics.mean(second) - statistics.mean(first) for name, (first, second) in sides.items()}
+    def worth(self, found: Mapping[str, float]) -> tuple[dict[str, float], float]:
+        """By how much the second setting of each factor is above the first, in the mean; and the standard error."""
+        rows = [[2 * int(level) - 1 for level in levels] for levels in found]
+        gained, error = effects(rows, [[value] for value in found.values()])
+        return dict(zip(self.factors, gained[:, 0].tolist(), strict=True)), float(error[0])
 
 
 _SETTINGS = {"batch": (256, 128), "mixup": (0.0, 0.2)}

@@ -61,7 +61,7 @@ def _priority(command: Sequence[str]) -> dict[str, str]:
 
 def run_all(
     jobs: Callable[[], Sequence[tuple[str, list[str]]]],
-    at_once: Callable[[], int],
+    at_once: int,
     logs: Path,
     env: dict[str, str],
     end: float,
@@ -69,7 +69,7 @@ def run_all(
 ) -> int:
     """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed.
 
-    What there is to run is asked for whenever there is room, so that jobs can be added on the way; so is how many may.
+    What there is to run is asked for whenever there is room, so that jobs can be added on the way.
     """
     logs.mkdir(parents=True, exist_ok=True)
     begun: set[str] = set()
@@ -77,7 +77,7 @@ def run_all(
     going: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     try:
         while True:
-            room = at_once() - len(going)
+            room = at_once - len(going)
             waiting = [] if room <= 0 else [job for job in jobs() if job[0] not in begun]
             if waiting and time.time() >= end and not going:
                 print(f"time is up; not begun: {', '.join(n for n, _ in waiting)}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -111,11 +112,12 @@ def factors(events: Events) -> Iterator[str]:
     for way, choice in CHOICES.items():
         found = {levels: events[n][0]["accuracy"] for levels in choice.plan if (n := f"try-{way}-{levels}") in events}
         if len(found) == len(choice.plan):
-            yield f"| {way}: factor | first | second | second against first, points |"
+            worth, error = choice.worth(found)
+            told = "" if math.isnan(error) else f", standard error {error:.2f}"
+            yield f"| {way}: factor | first | second | second against first, points{told} |"
             yield "|---|---|---|---|"
-            for name, gained in choice.worth(found).items():
-                first, second = choice.factors[name]
-                yield f"| {name} | {first} | {second} | {gained:+.2f} |"
+            for name, gained in worth.items():
+                yield f"| {name} | {choice.factors[name][0]} | {choice.factors[name][1]} | {gained:+.2f} |"
             yield ""
 
 
@@ -156,18 +158,8 @@ def write(folder: Path) -> str:
     ):
         events = read(place, split)
         if events:
-            parts += [
-                told,
-                "",
-                *table(events, split),
-                "",
-                *drops(events),
-                *ablation(events),
-                "",
-                *choices(events),
-                *factors(events),
-                "",
-            ]
+            parts += [told, "", *table(events, split), "", *drops(events), *ablation(events), ""]
+            parts += [*choices(events), *factors(events)]
     text = "\n".join([*parts, *speeds(folder)]).strip() + "\n"
     (folder / "tables.md").write_text(text)
     return text

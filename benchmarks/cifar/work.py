@@ -172,10 +172,10 @@ class Run:
                 score = scores.lamp
             elif r.score == "taylor":
                 score = scores.taylor(dense, self.batches(8))
-            shares: Any = {name: 2 ** (r.late * stage) for stage, name in enumerate(stages(self.place.blocks))}
-            return {
-                "score": score, "allocate": shares if r.late else r.allocate, "ignore": STREAM if r.inner else (),
-            }  # fmt: skip
+            allocate: Any = r.allocate
+            if r.late:
+                allocate = {name: 2 ** (r.late * stage) for stage, name in enumerate(stages(self.place.blocks))}
+            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else ()}
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}

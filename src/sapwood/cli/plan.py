@@ -43,7 +43,7 @@ def plan(
         str | None, typer.Option(help="global (one ranking; the default) or uniform (the same share).")
     ] = None,
     share: Annotated[
-        list[str] | None, typer.Option(help="layer1=0.8: keep less (or more) there than elsewhere, in relation.")
+        list[str] | None, typer.Option(help="layer1=0.8 keeps four fifths there of the share that others keep.")
     ] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A module or parameter to keep, or re:...")] = None,
     round_to: Annotated[str | None, typer.Option(help="Keep multiples of this, or auto.")] = None,

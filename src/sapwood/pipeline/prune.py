@@ -16,7 +16,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.pipeline.latency import LatencyPlanner
 from sapwood.pipeline.planner import Planner
 from sapwood.pipeline.rounding import preferred
-from sapwood.planning.draft import Allocate, require_allocation
+from sapwood.planning.sharing import Allocate, require_allocation
 from sapwood.scoring import Score
 from sapwood.surgery.check import check_seen
 from sapwood.surgery.cut import cut

@@ -17,7 +17,7 @@ from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
 from sapwood.measurement.backends import BACKENDS
 from sapwood.pipeline.shrink import Step, require_fading
-from sapwood.planning.draft import require_allocation
+from sapwood.planning.sharing import require_allocation
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import numbers
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +12,11 @@ import numpy as np
 from sapwood.capture.isolation import uncollected
 from sapwood.capture.sizes import Attr
 from sapwood.capture.trace import Trace
-from sapwood.errors import SapwoodError, explain
+from sapwood.errors import SapwoodError
 from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_of
+from sapwood.planning.names import named_groups
+from sapwood.planning.sharing import Allocate, require_allocation, shares_of
 from sapwood.types import Budget, Plan, Scale
-
-ALLOCATIONS = ("uniform", "global")
-Allocate = str | Mapping[str, float]
-"""The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
 
 
 @uncollected()
@@ -90,50 +85,9 @@ def _in_steps(
     return counts, told
 
 
-def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
-    """``kind`` is that of the budget."""
-    if not isinstance(allocate, Mapping):
-        if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
-            wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
-            raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
-        return
-    if kind == "latency":
-        remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
-        raise explain("no shares by name with a latency", repr(dict(allocate))[:80], remedy, where)
-    remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
-    if not allocate:
-        raise explain("names with numbers", "none", remedy, where)
-    for name, share in allocate.items():
-        number = isinstance(share, numbers.Real) and not isinstance(share, bool)
-        if not isinstance(name, str) or not number or not 0.001 <= share <= 1000:
-            raise explain("names with numbers from 0.001 to 1000", f"{name!r}: {share!r}"[:80], remedy, where)
-
-
-def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.ndarray:
-    """What each group keeps in relation to the one that keeps the least."""
-    if isinstance(allocate, str):
-        return np.ones(len(trace.groups))
-    ignored, given = ignored_groups(trace, ignore), dict[str, tuple[str, float]]()
-    for pattern, share in allocate.items():
-        named = ignored_groups(trace, (pattern,), "allocate") - ignored
-        if not named:
-            got, remedy = (
-                f"{pattern!r}, which makes none that may be cut",
-                "Leave it out; see trace.frozen, and ignore.",
-            )
-            raise explain("names of layers that make channels", got, remedy, "allocate")
-        for name in sorted(named):
-            other, before = given.setdefault(name, (pattern, float(share)))
-            if before != share:
-                got = f"{before:g} by {other!r} and {float(share):g} by {pattern!r}"
-                raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
-    shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
-    return np.asarray(shares / shares.min(initial=np.inf))
-
-
 def fixed_groups(trace: Trace, ignore: Iterable[str], barred: Mapping[str, str]) -> np.ndarray:
     """Which groups stay whole."""
-    ignored = ignored_groups(trace, ignore)
+    ignored = named_groups(trace, ignore)
     return np.array([g.name in ignored or g.name in barred for g in trace.groups], dtype=bool)
 
 
@@ -257,50 +211,6 @@ def _unreachable(
         f"Ask for a larger budget, ignore less{'' if round_to is None else ', use a smaller round_to'}, "
         f"or see trace.frozen."
     )
-
-
-def ignored_groups(trace: Trace, patterns: Iterable[str], where: str = "ignore") -> set[str]:
-    """Groups whose channels are made by what the patterns name.
-
-    A module name stands for the channels that this module makes (its inputs may still shrink); a
-    full parameter name stands for every dimension of that parameter.
-    """
-    if isinstance(patterns, str):
-        patterns = (patterns,)
-    names = list(trace.shapes)
-    modules = sorted({".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)})
-    result: set[str] = set()
-    for pattern in patterns:
-        chosen, exact = _matching(pattern, names, modules, where)
-        sites = {(n, d) for n in chosen for d in range(len(trace.shapes[n]))}
-        made = {s for s in sites if s in trace.made}
-        wanted = made if made and not exact else sites
-        result |= {g.name for g in trace.groups if wanted & set(g.sites)}
-    return result
-
-
-def _matching(pattern: str, names: list[str], modules: list[str], where: str) -> tuple[list[str], bool]:
-    if pattern.startswith("re:"):
-        try:
-            fits = re.compile(pattern[3:]).fullmatch
-        except re.error as error:
-            raise explain("a regular expression after 're:'", f"{pattern!r} ({error})", "Mend it.", where) from None
-        hit = {m for m in modules if fits(m)}
-        chosen = [n for n in names if fits(n) or any(n.startswith(m + ".") for m in hit)]
-    else:
-        if pattern in names:
-            return [pattern], True
-        chosen = [n for n in names if n.startswith(pattern + ".")]
-    if not chosen:
-        near = difflib.get_close_matches(pattern.removeprefix("re:"), [*modules, *names], n=3)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise explain(
-            "names of parameters or modules",
-            f"{pattern!r}, which matches nothing",
-            f"Use a name of model.named_modules() or 're:...'.{hint}",
-            where,
-        )
-    return chosen, False
 
 
 def build_plan(

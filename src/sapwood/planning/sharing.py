@@ -1,0 +1,56 @@
+"""How a cut is shared out over the groups."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sapwood.capture.trace import Trace
+from sapwood.errors import explain
+from sapwood.planning.names import named_groups
+
+ALLOCATIONS = ("uniform", "global")
+Allocate = str | Mapping[str, float]
+"""The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
+
+
+def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
+    """``kind`` is that of the budget."""
+    if not isinstance(allocate, Mapping):
+        if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
+            wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+            raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
+        return
+    if kind == "latency":
+        remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
+        raise explain("no shares by name with a latency", repr(dict(allocate))[:80], remedy, where)
+    remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
+    if not allocate:
+        raise explain("names with numbers", "none", remedy, where)
+    for name, share in allocate.items():
+        number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not isinstance(name, str) or not number or not 0.001 <= share <= 1000:
+            raise explain("names with numbers from 0.001 to 1000", f"{name!r}: {share!r}"[:80], remedy, where)
+
+
+def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.ndarray:
+    """What each group keeps in relation to the one that keeps the least."""
+    if isinstance(allocate, str):
+        return np.ones(len(trace.groups))
+    ignored, given = named_groups(trace, ignore), dict[str, tuple[str, float]]()
+    for pattern, share in allocate.items():
+        named = named_groups(trace, (pattern,), "allocate") - ignored
+        if not named:
+            got = f"{pattern!r}, which makes none that may be cut"
+            remedy = "Leave it out; see trace.frozen, and ignore."
+            raise explain("names of layers that make channels", got, remedy, "allocate")
+        for name in sorted(named):
+            other, before = given.setdefault(name, (pattern, float(share)))
+            if before != float(share):
+                got = f"{before:g} by {other!r} and {float(share):g} by {pattern!r}"
+                raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
+    shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
+    return np.asarray(shares / shares.min(initial=np.inf))
