@@ -1,9 +1,9 @@
 """CIFAR-10 as tensors on the training device, and how it gets to a machine that takes 64 MiB at a time.
 
 python -m benchmarks.cifar.data pack --data ../shared/data/cifar10 --out scratch/cifar
-    writes scratch/cifar/0 and scratch/cifar/1, 55 MiB each, so that a checkout has room beside it: carry one per call
+    writes scratch/cifar/0, 1 and 2, 37 MiB each, so that a checkout has room beside it: carry one per call
 python -m benchmarks.cifar.data join --out scratch/cifar
-    there, when both have arrived: scratch/cifar/cifar10.npz and resnet56.safetensors
+    there, when all have arrived: scratch/cifar/cifar10.npz and resnet56.safetensors
 
 Pixels are stored as what is left after predicting them from their neighbours (as lossless image formats do: red and
 blue as differences to green, the median edge detector of JPEG-LS), which zip shrinks to 61%; numpy undoes it quickly.
@@ -21,8 +21,8 @@ import torch
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 IMAGES, HELD_OUT, SPLIT_SEED = 50_000, 10_000, 20240
-FIRST_PART = 0.515
-"""Of the images; the weights go with the rest."""
+PARTS = 3
+"""The weights go with the last."""
 WEIGHTS, ARRAYS, PART = "resnet56.safetensors", "cifar10.npz", "part.npz"
 
 
@@ -142,24 +142,23 @@ def unshrunk(left_over: np.ndarray) -> np.ndarray:
 def pack(source: Path, out: Path) -> None:
     arrays = _decoded(source)
     pixels = np.concatenate([arrays["train_x"], arrays["test_x"]])
-    first = round(FIRST_PART * len(pixels))
-    for part, images in enumerate((pixels[:first], pixels[first:])):
+    for part, images in enumerate(np.array_split(pixels, PARTS)):
         folder = out / str(part)
         folder.mkdir(parents=True, exist_ok=True)
         labels = {k: arrays[k].astype(np.uint8) for k in ("train_y", "test_y")}
         np.savez_compressed(folder / PART, pixels=shrunk(images), train_y=labels["train_y"], test_y=labels["test_y"])
-        if part == 1:
+        if part == PARTS - 1:
             shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
         print(f"{folder}: {sum(f.stat().st_size for f in folder.iterdir()) / 2**20:.1f} MiB")
 
 
 def join(out: Path) -> None:
-    parts = [np.load(out / str(part) / PART) for part in (0, 1)]
+    parts = [np.load(out / str(part) / PART) for part in range(PARTS)]
     pixels = np.concatenate([unshrunk(p["pixels"]) for p in parts])
     train_y, test_y = (parts[0][k].astype(np.int64) for k in ("train_y", "test_y"))
     count = len(train_y)
     np.savez(out / ARRAYS, train_x=pixels[:count], test_x=pixels[count:], train_y=train_y, test_y=test_y)
-    shutil.copyfile(out / "1" / WEIGHTS, out / WEIGHTS)
+    shutil.copyfile(out / str(PARTS - 1) / WEIGHTS, out / WEIGHTS)
     print(f"{out / ARRAYS}: {len(train_y)} + {len(test_y)} images")
 
 
