@@ -58,7 +58,7 @@ def based(base_of_all: Path, tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick, tmp_path = ("--set", "batch=64", "--epochs", "1"), based
-    points = ["structured-4-100", "promise-half-40", "try-shape-01011", "try-sparse-000", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "try-shape-01011", "try-cut-01100", "try-sparse-000", "nm24"]
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
@@ -109,12 +109,12 @@ def test_runs_of_different_kinds_side_by_side(based: Path, capsys: pytest.Captur
     assert "2 processes to run" in told and "was not begun: --point nm: expected one of" in told
     assert len(list((based / "out").glob("*.jsonl"))) == 3
     before = {name for name, _, why in listed(jobs, words(based)) if not why}
-    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point shape-4-200\n--pint nm24\n")
+    jobs.write_text("--point base --one 1\n" + jobs.read_text() + "--point shape-2.57-200\n--pint nm24\n")
     found = listed(jobs, words(based))
     after = [name for name, _, why in found if not why]
     assert before == set(after[1:]) and len(after) == 3 and after[0].startswith("point_base_one_1_")
     waiting = [name for name, _, why in found if why == WAITS]
-    assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_shape-4-200"]
+    assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_shape-2.57-200"]
     assert "unrecognized arguments: --pint nm24" in found[-1][2]
 
 
@@ -151,7 +151,7 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
         (place.kept / f"try-long-{levels}-validation-0.jsonl").write_text(json.dumps(event) + "\n")
     assert best_levels("long", place) == "01010" and not is_ready(point, place)  # no base of its own
     assert "| allocate | uniform | global | +0.30 |" in tables.write(place.kept)
-    with pytest.raises(SystemExit, match="sparse is not decided: --split validation --point sparse"):
+    with pytest.raises(SystemExit, match="zeros is not decided: --split validation --point zeros"):
         decided(POINTS["sparse-90-200"], place)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base-validation.safetensors").touch()

@@ -175,7 +175,8 @@ class Run:
             allocate: Any = r.allocate
             if r.late:
                 allocate = {name: 2 ** (r.late * stage) for stage, name in enumerate(stages(self.place.blocks))}
-            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else ()}
+            more = {"round_to": r.round_to} if r.round_to > 1 else {}
+            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else (), **more}
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}
