@@ -152,7 +152,7 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     assert best_levels("long", place) == "01010" and not is_ready(point, place)  # no base of its own
     assert "| allocate | uniform | global | +0.30 |" in tables.write(place.kept)
     with pytest.raises(SystemExit, match="zeros is not decided: --split validation --point zeros"):
-        decided(POINTS["sparse-90-200"], place)
+        decided(POINTS["sparse-90-120"], place)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base-validation.safetensors").touch()
     assert not is_ready(tried, held(place))  # it may be of a training that was stopped

@@ -187,7 +187,7 @@ POINTS: dict[str, Recipe] = {
 }
 POINTS |= {f"try-{way}-{levels}": choice.at(levels) for way, choice in CHOICES.items() for levels in choice.plan}
 for _share, _target in UNSTRUCTURED.items():
-    POINTS[f"sparse-{_share}-200"] = Recipe(way="zeros", sparsity=int(_share) / 100, epochs=200, target=_target)
+    POINTS[f"sparse-{_share}-120"] = Recipe(way="zeros", sparsity=int(_share) / 100, epochs=120, target=_target)
 POINTS["long-2.57-100"] = Recipe(way="long", fewer=2.57, epochs=100, target=93.7)
 for (_fewer, _epochs), _target in STRUCTURED.items():
     POINTS[f"shape-{_fewer}-{_epochs}"] = Recipe(way="shape", fewer=float(_fewer), epochs=_epochs, target=_target)
