@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cifar import tables
+from benchmarks.cifar import data, tables
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
@@ -232,6 +232,18 @@ def test_pixels_come_back() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
     for images in (smooth, noise):
         assert np.array_equal(unshrunk(shrunk(images)), images)
+
+
+def test_images_travel_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = data._noise()
+    monkeypatch.setattr(data, "_decoded", lambda source: sent)
+    (tmp_path / data.WEIGHTS).write_bytes(b"weights")
+    data.pack(tmp_path, tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == data.PARTS
+    data.join(tmp_path / "out")
+    with np.load(tmp_path / "out" / data.ARRAYS) as arrived:
+        assert sorted(arrived) == sorted(sent) and all(np.array_equal(arrived[k], sent[k]) for k in sent)
+    assert (tmp_path / "out" / data.WEIGHTS).read_bytes() == b"weights"
 
 
 def test_validation_images_are_held_out() -> None:

@@ -37,6 +37,5 @@ def decided(recipe: Recipe, place: Place) -> Recipe:
         raise SystemExit(f"{recipe.way} is not decided: --split validation --point {recipe.way} comes first")
     own = {k: v for k, v in recipe.told().items() if k not in ("way", "epochs")}
     about = f"{recipe.way}: {best} of {', '.join(CHOICES[recipe.way].factors)}"
-    its_own = {"mend": 0, "inner": False, "late": 0.0, "round_to": 1}  # how another library cuts
-    cut = its_own if recipe.peer else {}
+    cut = {"mend": 0, "inner": False, "late": 0.0, "round_to": 1} if recipe.peer else {}  # its own matter
     return replace(CHOICES[recipe.way].at(best), **{"about": about, "epochs": recipe.epochs, **own, **cut})
