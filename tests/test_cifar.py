@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from benchmarks.cifar import data, tables
+from benchmarks.cifar import choosing, data, tables
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
@@ -26,6 +27,7 @@ from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.options import options
 from benchmarks.cifar.recipes import ABLATION, CHOICES, FIRST, GROUPS, POINTS, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
+from benchmarks.cifar.tables import finished
 from benchmarks.cifar.work import Place
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -58,7 +60,8 @@ def based(base_of_all: Path, tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is all zero now")
 def test_points_run_once(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick, tmp_path = ("--set", "batch=64", "--epochs", "1"), based
-    points = ["structured-4-100", "promise-half-40", "try-shape-01011", "try-cut-01100", "try-sparse-000", "nm24"]
+    points = ["structured-4-100", "promise-half-40", "try-shape-01011", "try-cut-01011", "even-4-200"]
+    points += ["try-sparse-000", "nm24"]
     assert main(words(tmp_path, "--point", *points, *quick)) == 0
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert len(files) == 1 + len(points)
@@ -152,7 +155,7 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     assert best_levels("long", place) == "01010" and not is_ready(point, place)  # no base of its own
     assert "| allocate | uniform | global | +0.30 |" in tables.write(place.kept)
     with pytest.raises(SystemExit, match="zeros is not decided: --split validation --point zeros"):
-        decided(POINTS["sparse-90-120"], place)
+        decided(POINTS["sparse-90-160"], place)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base-validation.safetensors").touch()
     assert not is_ready(tried, held(place))  # it may be of a training that was stopped
@@ -168,6 +171,33 @@ def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
         best_levels("long", place)
     with pytest.raises(SystemExit, match="change one of these"):
         recipe_of("long-2.57-100", [], ["lr=0.1"])
+
+
+def test_a_point_goes_on_from_another(based: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = replace(POINTS["try-zeros-000"], sparsity=0.5, epochs=3, batch=64)
+    monkeypatch.setitem(POINTS, "first", first)
+    monkeypatch.setitem(POINTS, "second", replace(first, sparsity=0.8, epochs=2, after="first"))
+    place = held(Place(Path("random"), based / "out", based / "runs", kept=based / "kept"))
+    assert is_ready(POINTS["first"], place) and not is_ready(POINTS["second"], place)
+    assert main(words(based, "--point", "first", "second")) == 0
+    assert is_ready(POINTS["second"], place) and not is_ready(POINTS["second"], place, seed=1)
+    one, two = (finished(place.events(name, 0)) or {} for name in ("first", "second"))
+    assert (one["sparsity"], two["sparsity"]) == (0.5, 0.8) and (one["epochs"], two["epochs"]) == (3, 5)
+    assert one["base_digest"] == two["base_digest"] != one["digest"]  # both are judged by the base
+    weights = load_file(place.end("first", 0))
+    assert sum(int((w == 0).sum()) for n, w in weights.items() if w.dim() > 1) == pytest.approx(
+        0.5 * sum(w.numel() for w in weights.values() if w.dim() > 1), abs=1
+    )
+
+
+def test_epochs_add_up_and_sizes_are_those_of_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [r.all_epochs for r in POINTS.values() if r.way == "zeros"] == [90, 160, 230, 300]
+    monkeypatch.setattr(choosing, "best_levels", lambda way, place: "01110")
+    place = Place(Path("random"), Path("none"), Path("none"))
+    ours, theirs = (decided(POINTS[n], place) for n in ("cut-2.57-20", "theirs-2.57-20-l1"))
+    assert (ours.fewer, ours.channels, ours.rounds, ours.mend, ours.mixup) == (2.57, None, 6, 16, 0.5)
+    assert (theirs.fewer, theirs.rounds, theirs.mend, theirs.mixup) == (2.57, 1, 0, 0.5)  # trained alike
+    assert decided(POINTS["cut-4-20"], place).channels == 0.5
 
 
 def held(place: Place) -> Place:

@@ -230,6 +230,37 @@ def test_every_schedule_for_weights_and_for_channels(
         assert [t.shape for t in again.state_dict().values()] == [t.shape for t in done.model.state_dict().values()]
 
 
+@pytest.mark.parametrize("rounds", [2, 7])
+def test_many_rounds_end_where_one_does(trained: nn.Module, rounds: int) -> None:
+    """The same share of every layer of the dense model, not of what earlier rounds, each rounded down, have left."""
+    loader, x, _ = blobs()
+    done = sw.prune_and_recover(
+        trained, x[:2], loader, sw.Budget(channels=0.5), lr=0.05, schedule="cubic", rounds=rounds, epochs=1,
+        options={"allocate": "uniform"},
+    )  # fmt: skip
+    assert [m.out_channels for m in done.model if isinstance(m, nn.Conv2d)] == [8, 16]
+    assert done.plan.budget["allocate"] == "uniform"
+
+
+def test_what_was_pruned_is_pruned_further_and_taught_by_the_dense_model(trained: nn.Module) -> None:
+    loader, x, y = blobs()
+    given: dict[str, Any] = {"lr": 0.05, "epochs": 2, "schedule": "cubic", "rounds": 5}
+    first = sw.prune_and_recover(trained, x[:2], loader, sw.Budget(sparsity=0.8), **given).model
+    gone = {n: p == 0 for n, p in first.named_parameters()}
+    rows: list[dict[str, torch.Tensor]] = []
+    for teacher in (None, trained, first):
+        more = {} if teacher is None else {"teacher": teacher, "share": 1.0}
+        done = sw.prune_and_recover(first, x[:2], loader, sw.Budget(sparsity=0.9), **given, **more)
+        total = sw.sparsity(done.model)
+        assert total.zeros == round(0.9 * total.weights)
+        assert not any(p[gone[n]].any() for n, p in done.model.named_parameters())  # what was zero stays so
+        rows.append({n: t.clone() for n, t in done.model.state_dict().items()})
+    own = sw.prune_and_recover(first, x[:2], loader, sw.Budget(sparsity=0.9), **given, distill=True, share=1.0)
+    same = [all(torch.equal(t, row[n]) for n, t in own.model.state_dict().items()) for row in rows]
+    assert same == [False, False, True]  # three different ways to learn; its own teacher is what distill=True means
+    assert accuracy(own.model, x, y) > 0.9
+
+
 def test_the_optimizer_follows_a_cut_between_rounds(trained: nn.Module) -> None:
     from sapwood.pipeline.shrink import Pruner, Step
     from sapwood.recovery.loop import Loop, Settings

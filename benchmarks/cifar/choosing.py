@@ -20,10 +20,13 @@ def best_levels(way: str, place: Place) -> str | None:
     return "".join("1" if round(gained, 6) > 0 else "0" for gained in worth.values())
 
 
-def is_ready(recipe: Recipe, place: Place) -> bool:
-    """Whether what a run starts from is there: its base, trained to the end, and a decision where it asks for one."""
+def is_ready(recipe: Recipe, place: Place, seed: int = 0) -> bool:
+    """Whether what a run starts from is there: its base, trained to the end, a decision where it asks for one, and what
+    it goes on from."""
     if recipe.only == "train":
         return True
+    if recipe.after and not place.end(recipe.after, seed).exists():
+        return False
     based = place.base.exists() and (place.split == "test" or done(place, "base", 0) is not None)
     return based and (not recipe.way or best_levels(recipe.way, place) is not None)
 
@@ -36,6 +39,8 @@ def decided(recipe: Recipe, place: Place) -> Recipe:
     if best is None:
         raise SystemExit(f"{recipe.way} is not decided: --split validation --point {recipe.way} comes first")
     own = {k: v for k, v in recipe.told().items() if k not in ("way", "epochs")}
+    if recipe.fewer:
+        own["channels"] = recipe.channels
     about = f"{recipe.way}: {best} of {', '.join(CHOICES[recipe.way].factors)}"
-    cut = {"mend": 0, "inner": False, "late": 0.0, "round_to": 1} if recipe.peer else {}  # its own matter
+    cut = {"mend": 0, "inner": False, "late": 0.0, "rounds": 1} if recipe.peer else {}  # its own matter
     return replace(CHOICES[recipe.way].at(best), **{"about": about, "epochs": recipe.epochs, **own, **cut})

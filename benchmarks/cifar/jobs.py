@@ -49,7 +49,7 @@ def held_up(given: argparse.Namespace) -> str:
     left = [run for run in runs if done(place, run[0], given.one) is None]
     if not left:
         return DONE
-    if not all(is_ready(recipe, place) for _, recipe in left):
+    if not all(is_ready(recipe, place, given.one) for _, recipe in left):
         return WAITS
     name, recipe = left[0]
     return "" if fits(name, decided(recipe, place), given) else LATE

@@ -63,6 +63,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--merge", type=Path, metavar="results.tgz")
     parser.add_argument("--back", type=Path, help="collect there after each run, so that a kill loses none")
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
+    parser.add_argument("--first", action="store_true", help="before others on the GPU, since some wait for it")
     parser.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument("--ms", type=float, default=0.0, help="a step beside others: what cannot end in time waits")
     return parser

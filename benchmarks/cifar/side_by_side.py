@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+STARTING, MORE = 40, 2
+"""Seconds in which a process sets up, and how many more there may be for that."""
 TOUCH = "import torch; torch.ones(1, device='cuda').add_(1).item()"
 
 
@@ -55,8 +58,8 @@ def _quit(control: str, env: dict[str, str]) -> None:
 
 
 def _priority(command: Sequence[str]) -> dict[str, str]:
-    """Others wait for what is decided on the validation split; MPS lets its kernels go first."""
-    return {"CUDA_MPS_CLIENT_PRIORITY": "0" if "validation" in command else "1"}
+    """MPS lets the kernels of what others wait for go first."""
+    return {"CUDA_MPS_CLIENT_PRIORITY": "0" if "--first" in command else "1"}
 
 
 def run_all(
@@ -69,7 +72,8 @@ def run_all(
 ) -> int:
     """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed.
 
-    What there is to run is asked for whenever there is room, so that jobs can be added on the way.
+    One that has just been started leaves the GPU to others for a while and counts half. What there is to run is asked
+    for whenever there is room, so that jobs can be added on the way.
     """
     logs.mkdir(parents=True, exist_ok=True)
     begun: set[str] = set()
@@ -77,7 +81,8 @@ def run_all(
     going: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     try:
         while True:
-            room = at_once - len(going)
+            busy = sum(0.5 if time.time() - since < STARTING else 1 for _, since in going.values())
+            room = min(at_once - math.ceil(busy), at_once + MORE - len(going))
             waiting = [] if room <= 0 else [job for job in jobs() if job[0] not in begun]
             if waiting and time.time() >= end and not going:
                 print(f"time is up; not begun: {', '.join(n for n, _ in waiting)}", flush=True)

@@ -16,14 +16,16 @@ FILES_BACK = 6
 
 
 def collect(place: Place, out: Path) -> int:
-    """Events and the base in one file, as many checkpoints as come back: that of a base first, then the newest."""
+    """Events, the base and what others go on from in one file, as many checkpoints as come back: that of a base first,
+    then the newest."""
     weights = out / "weights"
     weights.mkdir(parents=True, exist_ok=True)
     for earlier in weights.glob("*.safetensors"):
         earlier.unlink()
     whole = out / "results.tgz"
     with tarfile.open(whole.with_suffix(".new"), "w:gz") as file:
-        for path, name in ((place.results, "cifar"), (place.runs / BASE, BASE), (place.runs / "logs", "logs")):
+        own = ((place.runs / name, name) for name in (BASE, "ends", "logs"))
+        for path, name in ((place.results, "cifar"), *own):
             if path.exists():
                 file.add(path, arcname=name)
     whole.with_suffix(".new").replace(whole)  # a kill leaves the last one

@@ -18,7 +18,7 @@ import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
 from benchmarks.cifar.model import STREAM, ResNet, base, digest, stages
-from benchmarks.cifar.recipes import Recipe
+from benchmarks.cifar.recipes import POINTS, Recipe
 from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
@@ -53,6 +53,10 @@ class Place:
 
     def checkpoint(self, name: str, seed: int) -> Path:
         return self.runs / f"{name}-{self.split}-{seed}.safetensors"
+
+    def end(self, name: str, seed: int) -> Path:
+        """The weights with which a run ended that others go on from."""
+        return self.runs / "ends" / f"{name}-{self.split}-{seed}.safetensors"
 
     @property
     def base(self) -> Path:
@@ -93,12 +97,15 @@ class Run:
 
     def prune(self) -> dict[str, Any]:
         r, dense = self.recipe, self.dense()
+        start = self.weights(self.place.end(r.after, self.seed)) if r.after else dense
         found = sw.prune_and_recover(
-            dense, self.example, self.loader(), self.budget(),
+            start, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
-            mend=self.batches(r.mend), distill=r.distill, temperature=r.temperature, share=r.share,
+            mend=self.batches(r.mend), teacher=dense if r.distill else None, temperature=r.temperature, share=r.share,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
+        if any(other.after == self.name for other in POINTS.values()):
+            self.keep(found.model, self.place.end(self.name, self.seed))
         return self.figures(found.model, dense, [vars(p) for p in found.curve], found.pruned and vars(found.pruned))
 
     def run_peer(self) -> dict[str, Any]:
@@ -126,8 +133,7 @@ class Run:
         place.runs.mkdir(parents=True, exist_ok=True)
         kept_at = place.checkpoint(self.name, self.seed)  # what is pruned is nothing, but it can be stopped
         found = sw.prune_and_recover(model, self.example, self.loader(), whole, checkpoint=kept_at, **self.training())
-        kept = {n: t.cpu().contiguous() for n, t in found.model.state_dict().items()}
-        save_file(kept, place.runs / f"{self.name}-{place.split}.safetensors")  # the base, or a variant of it
+        self.keep(found.model, place.runs / f"{self.name}-{place.split}.safetensors")  # the base, or a variant of it
         return self.figures(found.model, found.model, [vars(p) for p in found.curve], None)
 
     def drop(self) -> dict[str, Any]:
@@ -152,7 +158,16 @@ class Run:
     def dense(self) -> nn.Module:
         if not self.place.base.exists():
             raise SystemExit(f"{self.place.base} is not there: python -m benchmarks.cifar --point base comes first")
-        return base(self.place.base, self.place.blocks).to(self.device)
+        return self.weights(self.place.base)
+
+    def weights(self, path: Path) -> nn.Module:
+        return base(path, self.place.blocks).to(self.device)
+
+    def keep(self, model: nn.Module, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        save_file({n: t.cpu().contiguous() for n, t in model.state_dict().items()}, new)
+        new.replace(path)  # others wait for it: never half of it
 
     @property
     def example(self) -> torch.Tensor:
@@ -175,8 +190,9 @@ class Run:
             allocate: Any = r.allocate
             if r.late:
                 allocate = {name: 2 ** (r.late * stage) for stage, name in enumerate(stages(self.place.blocks))}
-            more = {"round_to": r.round_to} if r.round_to > 1 else {}
-            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else (), **more}
+            if r.last != 1:
+                allocate = {f"layers.{3 * self.place.blocks - 1}.conv1": r.last}
+            return {"score": score, "allocate": allocate, "ignore": STREAM if r.inner else ()}
         if r.pattern != "unstructured":
             return {"score": r.score, "ignore": ("fc",)}
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}
@@ -270,7 +286,7 @@ class Run:
         return {
             "accuracy": round(self.look(model), 3), "loss": round(loss(model, self.held), 5),
             "base": round(self.look(dense.eval()), 3), "base_digest": digest(dense)[:16],
-            "epochs": self.recipe.epochs, "digest": digest(model), "curve": curve, "pruned": pruned,
+            "epochs": self.recipe.all_epochs, "digest": digest(model), "curve": curve, "pruned": pruned,
             **self.size(model, dense),
         }  # fmt: skip
 

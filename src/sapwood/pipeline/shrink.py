@@ -27,7 +27,7 @@ from sapwood.scoring.data import Loss
 from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
 from sapwood.surgery.cut import cut
-from sapwood.types import Budget, Plan
+from sapwood.types import Budget, Group, Plan
 
 EMPTY = Plan({}, {}, {})
 
@@ -56,9 +56,10 @@ class Step:
         if self.budget is not None and self.budget.kind == "latency" and self.schedule.kind != "one-shot":
             remedy = "Widths are measured once: schedule='one-shot'. Rounds can have flops or channels."
             raise explain("a one-shot schedule", f"{self.schedule.kind} with a latency", remedy, "schedule")
-        if isinstance(self.options.get("allocate"), Mapping) and self.schedule.rounds > 1:
+        if not isinstance(self.options.get("allocate", ""), str) and self.schedule.rounds > 1:
             remedy = "A round cannot tell what the one before it cut: schedule='one-shot', or fade."
-            raise explain("one cut where shares are by name", f"{self.schedule.rounds} rounds", remedy, "allocate")
+            wanted = "one cut where shares are by name or by a function"
+            raise explain(wanted, f"{self.schedule.rounds} rounds", remedy, "allocate")
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")
@@ -103,8 +104,10 @@ class Pruner:
             )
         assert budget is not None
         loop.let_go()  # the cut copies the model as it is
-        device = next(loop.plain.parameters()).device
-        done = prune(loop.plain, send_to_device(self.example, device), budget, **step.options)
+        device, options = next(loop.plain.parameters()).device, dict(step.options)
+        if options.get("allocate") == "uniform" and self.plan.keep:
+            options["allocate"] = uniform_after(self.plan)
+        done = prune(loop.plain, send_to_device(self.example, device), budget, **options)
         self._go_on(loop, done.model, done.plan)
 
     def faded(self, loop: Loop, plan: Plan) -> None:
@@ -123,6 +126,18 @@ class Pruner:
             refresh_norms_(refit_(small, loop.plain, plan, self.mend), self.mend)
         loop.swap(small, plan)
         self.plan = compose(self.plan, plan) if self.plan.keep else plan
+
+
+def uniform_after(earlier: Plan) -> Callable[[Group], float]:
+    """The same share of every group of the dense model, for a model that was cut before: shares of what is left, each
+    rounded down in every round, would end up far apart."""
+
+    def uniform(group: Group) -> float:
+        name, dim = group.sites[0]
+        kept = earlier.keep.get(name, {}).get(dim)
+        return 1.0 if kept is None else earlier.shapes[name][dim] / len(kept)
+
+    return uniform
 
 
 def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, total: int) -> list[Phase]:
@@ -203,6 +218,7 @@ def prune_and_recover(
     warmup: float = 0.1,
     loss: Loss | None = None,
     distill: bool = False,
+    teacher: nn.Module | None = None,
     temperature: float = 4.0,
     share: float = 0.5,
     validate: Validate | None = None,
@@ -217,8 +233,9 @@ def prune_and_recover(
     """Prune a copy of the model on a schedule and recover it; the model given is not changed.
 
     A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
-    ``prune``. ``distill=True`` learns from the model given. ``test(model)`` is noted beside ``validate(model)``, for
-    the report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``fade=0.3`` the channels to
+    ``prune``. ``distill=True`` learns from the model given, ``teacher=`` from another one, such as the dense model
+    where one that was pruned before is pruned further. ``test(model)`` is noted beside ``validate(model)``, for the
+    report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``fade=0.3`` the channels to
     cut shrink to nothing over the first 30% of the steps and are cut then. ``mend`` takes a few batches: after each
     cut, what reads the removed channels is refitted on them and the statistics of batch norms are taken anew. With
     ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
@@ -242,7 +259,7 @@ def prune_and_recover(
         chosen.rate,
         chosen.seed,
         fade,
-        distill,
+        distill or teacher is not None,
         len(mend),
         learning,
         told(chosen.optimizer),
@@ -251,7 +268,8 @@ def prune_and_recover(
     keeper = None if checkpoint is None else Keeper(checkpoint, same)
     found = None if keeper is None else keeper.found()
     targets = step.targets(model, example_inputs)
-    teacher = cut(model, EMPTY) if distill else None
+    if distill or teacher is not None:
+        teacher = cut(model if teacher is None else teacher, EMPTY)
     extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
     extra["changing"] = not step.is_mask and not fade and found is None
     loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)

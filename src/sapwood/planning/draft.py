@@ -125,10 +125,16 @@ def weights_of(trace: Trace) -> list[int]:
 def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": allocate if isinstance(allocate, str) else {name: float(x) for name, x in allocate.items()},
+        "allocate": _told(allocate),
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
+
+
+def _told(allocate: Allocate) -> Any:
+    if isinstance(allocate, Mapping):
+        return {name: float(share) for name, share in allocate.items()}
+    return allocate if isinstance(allocate, str) else getattr(allocate, "__name__", type(allocate).__name__)
 
 
 def _count(

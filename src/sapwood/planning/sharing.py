@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,31 @@ import numpy as np
 from sapwood.capture.trace import Trace
 from sapwood.errors import explain
 from sapwood.planning.names import named_groups
+from sapwood.types import Group
 
 ALLOCATIONS = ("uniform", "global")
-Allocate = str | Mapping[str, float]
-"""The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
+Allocate = str | Mapping[str, float] | Callable[[Group], float]
+"""The same share of every group, one ranking of all channels, or shares by name or by a function of a group, in
+relation to one another."""
 
 
 def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
     """``kind`` is that of the budget."""
-    if not isinstance(allocate, Mapping):
-        if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
-            wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
-            raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
+    if isinstance(allocate, str) and allocate in ALLOCATIONS:
         return
+    if not isinstance(allocate, Mapping) and not callable(allocate):
+        wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+        raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
     if kind == "latency":
         remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
-        raise explain("no shares by name with a latency", repr(dict(allocate))[:80], remedy, where)
+        raise explain("no shares by name with a latency", repr(allocate)[:80], remedy, where)
+    if not isinstance(allocate, Mapping):
+        return
     remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
     if not allocate:
         raise explain("names with numbers", "none", remedy, where)
     for name, share in allocate.items():
-        number = isinstance(share, numbers.Real) and not isinstance(share, bool)
-        if not isinstance(name, str) or not number or not 0.001 <= share <= 1000:
+        if not isinstance(name, str) or not _is_share(share):
             raise explain("names with numbers from 0.001 to 1000", f"{name!r}: {share!r}"[:80], remedy, where)
 
 
@@ -40,6 +43,14 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
     """What each group keeps in relation to the one that keeps the least."""
     if isinstance(allocate, str):
         return np.ones(len(trace.groups))
+    if not isinstance(allocate, Mapping):
+        told = {group.name: allocate(group) for group in trace.groups}
+        for name, share in told.items():
+            if not _is_share(share):
+                remedy = "For example allocate=lambda group: 0.8 if group.width < 64 else 1.0."
+                wanted = "a number from 0.001 to 1000 for every group"
+                raise explain(wanted, f"{share!r} for {name}", remedy, "allocate")
+        return _to_least([float(share) for share in told.values()])
     ignored, given = named_groups(trace, ignore), dict[str, tuple[str, float]]()
     for pattern, share in allocate.items():
         named = named_groups(trace, (pattern,), "allocate") - ignored
@@ -52,5 +63,12 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
             if before != float(share):
                 got = f"{before:g} by {other!r} and {float(share):g} by {pattern!r}"
                 raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
-    shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
-    return np.asarray(shares / shares.min(initial=np.inf))
+    return _to_least([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
+
+
+def _is_share(share: Any) -> bool:
+    return isinstance(share, numbers.Real) and not isinstance(share, bool) and 0.001 <= float(share) <= 1000
+
+
+def _to_least(shares: list[float]) -> np.ndarray:
+    return np.asarray(np.array(shares) / min(shares, default=1.0))
