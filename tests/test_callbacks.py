@@ -253,6 +253,27 @@ def test_trainer_holds_the_zeros(trained: Trained, bf16: bool) -> None:
     assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("gradual", [False, True])
+def test_trainer_clips_by_what_is_not_zero(trained: Trained, gradual: bool) -> None:
+    """One step of SGD has the length that clipping allows, however many weights are zero."""
+    model, given = trained.model(), (MOST,) if gradual else ()
+    if not gradual:
+        sw.mask_(model, MOST)
+    callback = trained.callback(*given, **({"schedule": "one-shot"} if gradual else {}))
+    before: dict[str, torch.Tensor] = {}
+
+    class Spy(trained.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            before.update({n: p.detach().clone() for n, p in kwargs["model"].named_parameters()})
+
+    plain = {"optim": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
+    trainer = trained.trainer(model, callback, max_steps=1, max_grad_norm=1e-3, **plain)
+    trainer.add_callback(Spy())
+    trainer.train()
+    moved = sum(float((p.detach() - before[n]).square().sum()) for n, p in model.named_parameters()) ** 0.5
+    assert moved == pytest.approx(1e-3, rel=1e-2) and sw.sparsity(model).total == pytest.approx(0.9, abs=1e-3)
+
+
 def test_trainer_masks_gradually_and_goes_on_where_it_was(trained: Trained) -> None:
     def callback() -> Any:
         return trained.callback(sw.Budget(sparsity=0.8), schedule="cubic", rounds=4, ignore=("classifier",))
@@ -395,6 +416,15 @@ def test_lightning_holds_the_zeros_of_a_masked_part(fitted: Fitted) -> None:
     assert trainer.global_step == 20 and set(counts) == {750}
     assert torch.equal(inner[0].weight == 0, zeros) and list(module.state_dict()) == names
     assert fitted.loss(module) < 0.7 * before and not trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+def test_lightning_clips_by_what_is_not_zero(fitted: Fitted) -> None:
+    module = fitted.module(sw.mask_(net(), MOST))
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    fitted.fit(module, fitted.callback(), max_steps=1, gradient_clip_val=1e-3)
+    moved = sum(float((p.detach() - before[n]).square().sum()) for n, p in module.named_parameters()) ** 0.5
+    assert moved == pytest.approx(1e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("schedule", ["iterative", "cubic"])

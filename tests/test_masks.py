@@ -266,6 +266,29 @@ def test_zeros_stay_through_any_optimizer(name: str) -> None:
     assert any(not torch.equal(model.state_dict()[n][~z], before[n][~z]) for n, z in zeros.items())  # it trained
 
 
+@pytest.mark.parametrize("way", ["by hand", "as they are computed"])
+def test_gradients_of_zeros_do_not_count_where_gradients_are_clipped(way: str) -> None:
+    """The gradient is the input: 3 where the weight is kept, 400 where it is zero."""
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[5.0, 1.0]]))
+    sw.mask_(model, sw.Budget(sparsity=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    held = sw.hold(model, optimizer, gradients=way != "by hand")
+    for _ in range(2):  # accumulated
+        model(torch.tensor([[1.5, 200.0]])).sum().backward()
+    if way == "by hand":
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[3.0, 400.0]]
+        held.clear_gradients()
+    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 3.0
+    optimizer.step()
+    assert model.weight.tolist() == [[pytest.approx(4.0, abs=1e-5), 0.0]]  # a step of length one
+    held.release()
+    optimizer.zero_grad()
+    model(torch.tensor([[1.5, 200.0]])).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.5, 200.0]]
+
+
 def test_lbfgs_and_a_closure() -> None:
     model = sw.mask(nn.Linear(6, 2), sw.Budget(sparsity=0.5))
     zeros = model.weight == 0

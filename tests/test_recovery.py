@@ -261,6 +261,19 @@ def test_what_was_pruned_is_pruned_further_and_taught_by_the_dense_model(trained
     assert accuracy(own.model, x, y) > 0.9
 
 
+@pytest.mark.parametrize("sparsity", [0.5, 0.95])
+def test_clipping_leaves_the_length_of_a_step_to_what_is_not_zero(sparsity: float) -> None:
+    loader, _, _ = blobs(32)
+    model = sw.mask(net(), sw.Budget(sparsity=sparsity))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    sw.recover(
+        model, loader, lr=1.0, epochs=1, clip=1e-3, anneal="none", warmup=0.0, weight_decay=0.0,
+        optimizer=lambda groups, lr: torch.optim.SGD(groups, lr=lr),
+    )  # fmt: skip
+    moved = sum(float((p.detach() - before[n]).square().sum()) for n, p in model.named_parameters()) ** 0.5
+    assert moved == pytest.approx(1e-3, rel=1e-2)  # one step, of exactly the length that is allowed
+
+
 def test_the_optimizer_follows_a_cut_between_rounds(trained: nn.Module) -> None:
     from sapwood.pipeline.shrink import Pruner, Step
     from sapwood.recovery.loop import Loop, Settings

@@ -2,6 +2,9 @@
 
 After every step of the optimizer the held weights are zeroed again, so weight decay, momentum, mixed precision,
 gradient accumulation and data parallelism all work as they are, and the model keeps its names and its structure.
+
+Zeros have gradients, too, and the sparser a model, the more these outweigh the others: where gradients are clipped by
+their norm, those of zeros are cleared first, or the weights that are left hardly move.
 """
 
 from __future__ import annotations
@@ -26,14 +29,19 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Hold:
-    """The zeros of a model, put back after each step; ``apply()`` does it by hand, ``release()`` ends it."""
+    """The zeros of a model, put back after each step; ``apply()`` does it by hand, ``release()`` ends it.
 
-    def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None) -> None:
+    ``clear_gradients()`` is for a loop that clips gradients, before it does; with ``gradients=True`` those of zeros are
+    never there, for loops that leave no room for the call.
+    """
+
+    def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None, gradients: bool = False) -> None:
         self.held = list(held)
         self._bits: list[tuple[int, torch.Tensor]] = [(0, kept) for _, kept in held]
         self._hooks: list[Any] = [] if optimizer is None else [optimizer.register_step_post_hook(self._after_step)]
-        if isinstance(optimizer, torch.optim.LBFGS):  # it looks along its directions: none may leave the zeros
-            self._hooks += [weight.register_hook(_cleared(kept)) for weight, kept in held if weight.requires_grad]
+        if gradients or isinstance(optimizer, torch.optim.LBFGS):  # which looks along them: none may leave the zeros
+            own = [(weight, kept) for weight, kept in held if weight.requires_grad and not hasattr(weight, "to_local")]
+            self._hooks += [weight.register_hook(_cleared(kept)) for weight, kept in own]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -46,6 +54,14 @@ class Hold:
                     self.held[index] = (weight, kept)
                 self._bits[index] = (0 if hasattr(weight, "to_local") else weight.data_ptr(), bits)
             bits.bitwise_and_(kept)
+
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        """Between backward and clipping: zeros do not move, so their gradients say nothing about the step."""
+        for weight, kept in self.held:
+            if weight.grad is not None and weight.grad.layout == torch.strided:
+                bits = _as_bits(_local(weight.grad))
+                bits.bitwise_and_(kept.to(bits.device))
 
     @property
     def zeros(self) -> int:
@@ -61,8 +77,11 @@ class Hold:
         self._hooks = []
 
 
-def hold(model: nn.Module, optimizer: Any = None) -> Hold:
+def hold(model: nn.Module, optimizer: Any = None, *, gradients: bool = False) -> Hold:
     """Keep a masked model's zeros through training with this optimizer.
+
+    A loop that clips gradients calls ``clear_gradients()`` of what this returns before it does; ``gradients=True``
+    clears those of zeros as they are computed instead.
 
     Which weights are held was noted by ``mask`` (and by ``load``); without a note, every maskable weight that is
     partly zero is. Call it after moving or sharding the model (FSDP), so that the zeros held are those trained.
@@ -88,7 +107,7 @@ def hold(model: nn.Module, optimizer: Any = None) -> Hold:
             held.append((parameters[name], kept))
     if not noted and not held:
         raise explain("a masked model", "one without zeros", "Call sw.mask first.", "hold")
-    return Hold(held, inner)
+    return Hold(held, inner, gradients)
 
 
 def noted_masks(model: nn.Module) -> dict[str, str]:
@@ -120,7 +139,12 @@ def plain_name(name: str) -> str:
 
 
 def _cleared(kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient.masked_fill(kept == 0, 0)
+    def clear(gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.layout != torch.strided:
+            return gradient
+        return torch.bitwise_and(_as_bits(gradient), kept.to(gradient.device)).view(gradient.dtype)
+
+    return clear
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

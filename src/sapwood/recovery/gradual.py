@@ -43,6 +43,8 @@ class Gradual:
     scope: str | None = None
     score: str | ElementScore = "magnitude"
     options: Mapping[str, Any] = field(default_factory=dict)
+    gradients: bool = False
+    """Those of zeros are cleared as they are computed, for a loop that clips; as in ``hold``."""
     _holds: list[Hold] = field(default_factory=list, init=False, repr=False, compare=False)
     _done: int | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -79,7 +81,7 @@ class Gradual:
             choices = {"pattern": self.pattern, "scope": self.scope, "score": self.score}
             mask_(plain, sparsity, **choices, **self.options)  # type: ignore[arg-type]
         if due or noted_masks(plain):
-            self._holds = hold_zeros(model, optimizer)
+            self._holds = hold_zeros(model, optimizer, self.gradients)
         self._done = due
         return zeros_in(model) > before
 
@@ -184,16 +186,21 @@ class Upkeep:
             own = {n: v for n, v in given.items() if n in _choice_names()}
             self.gradual = Gradual(budget, **own, options={n: v for n, v in given.items() if n not in own})
 
-    def start(self, model: nn.Module, optimizer: Any, progress: float) -> None:
+    def start(self, model: nn.Module, optimizer: Any, progress: float, gradients: bool = False) -> None:
         self._release()
         if self.gradual is None:
-            self._holds = hold_zeros(model, optimizer)
+            self._holds = hold_zeros(model, optimizer, gradients)
         else:
+            self.gradual.gradients = gradients
             self.gradual.release()
             self.gradual.advance(model, optimizer, progress)
 
     def step(self, model: nn.Module, optimizer: Any, progress: float) -> bool:
         return self.gradual is not None and self.gradual.advance(model, optimizer, progress)
+
+    def clear_gradients(self) -> None:
+        for held in self._holds if self.gradual is None else self.gradual._holds:
+            held.clear_gradients()
 
     def end(self) -> None:
         for held in self._holds:
@@ -208,10 +215,10 @@ class Upkeep:
         self._holds = []
 
 
-def hold_zeros(model: nn.Module, optimizer: Any) -> list[Hold]:
+def hold_zeros(model: nn.Module, optimizer: Any, gradients: bool = False) -> list[Hold]:
     """``hold`` for one optimizer or several."""
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [hold(model, one) for one in optimizers]
+    return [hold(model, one, gradients=gradients and one is optimizers[0]) for one in optimizers]
 
 
 def zeros_in(model: nn.Module) -> int:

@@ -39,7 +39,7 @@ class SapwoodCallback(_base()):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **others: Any
     ) -> None:
-        self.upkeep.start(model, optimizer, _progress(state))
+        self.upkeep.start(model, optimizer, _progress(state), gradients=bool(args.max_grad_norm))
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **others: Any

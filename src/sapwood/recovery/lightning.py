@@ -47,6 +47,10 @@ class SapwoodCallback(*_bases()):  # type: ignore[misc]
             self._steps = _all_steps(trainer)
         self.upkeep.start(pl_module, trainer.optimizers, trainer.global_step / self._steps)
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        if trainer.gradient_clip_val:
+            self.upkeep.clear_gradients()
+
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.upkeep.step(pl_module, trainer.optimizers, trainer.global_step / self._steps)
 

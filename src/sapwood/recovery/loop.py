@@ -206,6 +206,8 @@ class Loop:
 
     def _update(self) -> None:
         if self.settings.clip is not None:
+            if self.held is not None:
+                self.held.clear_gradients()
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         align_gradients(self.optimizer)
         self.optimizer.step()
