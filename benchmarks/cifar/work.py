@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import platform
@@ -117,8 +118,8 @@ class Run:
             more = {**self.training(), "epochs": before, "anneal": "none", "lr": r.lr / 10, "graph": False}
             sw.recover(model, self.loader(), **more | {"optimizer": peer.regularized(pruner, model)})
             self.tell("regularized", accuracy=self.look(model))
-        model = peer.shrink(model, self.example, r.peer, float(r.fewer or 1), pruner)
-        for weight in model.parameters():
+        model = copy.deepcopy(peer.shrink(model, self.example, r.peer, float(r.fewer or 1), pruner))
+        for weight in model.parameters():  # copies: Torch-Pruning keeps autograd's nodes, and with them a stream
             weight.grad = None
         after = self.look(model)
         more = {**self.training(), "epochs": r.epochs - before}
