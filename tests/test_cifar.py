@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.cifar import choosing, data, tables
+from benchmarks.cifar import choosing, data, status, tables
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
@@ -119,6 +119,24 @@ def test_runs_of_different_kinds_side_by_side(based: Path, capsys: pytest.Captur
     waiting = [name for name, _, why in found if why == WAITS]
     assert [name[: name.rindex("_")] for name in waiting] == ["point_half-40", "point_shape-2.57-200"]
     assert "unrecognized arguments: --pint nm24" in found[-1][2]
+
+
+def test_a_look_tells_how_far_all_runs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    out.mkdir()
+    end = {"event": "done", "accuracy": 93.5, "fewer_macs": 4.0, "sparsity": 0.0, "seconds": 80.0}
+    (out / "a-test-0.jsonl").write_text(json.dumps(end) + "\n")
+    step = {"event": "step", "step": 2000, "total": 3900, "ms_per_step": 9.5, "time": "2026-11-18T09:20:01+00:00"}
+    (out / "b-test-0.jsonl").write_text(json.dumps(step) + '\n{"event": "st')  # being written
+    monkeypatch.setattr(status, "START", 0)
+    with status.running(runs):
+        assert status.is_running(runs) and not status.wait(0.01, lambda: not status.is_running(runs))
+    assert main(words(tmp_path, "--look", "60", "--collect", str(tmp_path / "back"))) == 0  # does not wait a minute
+    told = capsys.readouterr().out
+    assert "a-test-0: 93.5 at 4.0 times fewer MACs" in told and "nothing runs any more" in told
+    assert ".. b-test-0: step 2000 of 3900, 9.5 ms, 09:20:01" in told and (tmp_path / "back" / "results.tgz").exists()
 
 
 def test_the_record_is_made_of_points() -> None:

@@ -14,6 +14,7 @@ from benchmarks.cifar.jobs import DONE, fits, listed
 from benchmarks.cifar.options import NEVER, changes_of, options
 from benchmarks.cifar.recipes import names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all, shared_gpu
+from benchmarks.cifar.status import is_running, running, told, wait
 from benchmarks.cifar.transfer import collect, merge
 from benchmarks.cifar.work import Place, Run, TimeUpError, done
 
@@ -32,6 +33,9 @@ def main(words: list[str] | None = None) -> int:
         given.blocks, given.device, given.kept,
     )  # fmt: skip
     if given.collect is not None:
+        if given.look is not None:
+            over = wait(given.look, lambda: not is_running(place.runs))
+            print(f"{told(place.results)}{'; nothing runs any more' if over else ''}", flush=True)
         return collect(place, given.collect)
     if given.merge is not None:
         return merge(given.merge, given.kept)
@@ -108,7 +112,8 @@ def run_jobs(given: argparse.Namespace, place: Place, jobs: Callable[[], list[tu
     def whole() -> list[tuple[str, list[str]]]:
         return [(name, [*command, *words]) for name, words in jobs()]
 
-    with shared_gpu(given.mps and given.device != "cpu" and given.side_by_side > 1) as env:
+    wanted = given.mps and given.device != "cpu" and given.side_by_side > 1
+    with running(place.runs), shared_gpu(wanted) as env:
         failed = run_all(whole, given.side_by_side, place.runs / "logs", env, given.deadline - 20, back)
     print(tables.write(given.out) if given.out.exists() else "")
     return min(failed, 1)

@@ -12,6 +12,8 @@
     python -m benchmarks.cifar --tables       # markdown from the events
     python -m benchmarks.cifar --collect DIR  # results and what is unfinished, as a few files
                                [--back DIR]   # the same after each run
+                               [--look 150]   # first wait so many seconds, or until nothing runs any more, and tell
+                                              # how far all runs are
     python -m benchmarks.cifar --merge results.tgz    # finished runs of such a file to benchmarks/results/cifar
 
 --point takes several names, and groups: promise, ablation, and those of recipes.CHOICES. Of a file of jobs those run
@@ -60,6 +62,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--jobs", type=Path)
     parser.add_argument("--collect", type=Path)
+    parser.add_argument("--look", type=float, metavar="SECONDS", help="with --collect: wait, and tell how far all are")
     parser.add_argument("--merge", type=Path, metavar="results.tgz")
     parser.add_argument("--back", type=Path, help="collect there after each run, so that a kill loses none")
     parser.add_argument("--one", type=int, metavar="SEED", help="run this seed here, in this process")
