@@ -418,11 +418,24 @@ def test_lightning_holds_the_zeros_of_a_masked_part(fitted: Fitted) -> None:
     assert fitted.loss(module) < 0.7 * before and not trainer.optimizers[0]._optimizer_step_post_hooks
 
 
-def test_lightning_clips_by_what_is_not_zero(fitted: Fitted) -> None:
-    module = fitted.module(sw.mask_(net(), MOST))
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+@pytest.mark.parametrize("who", ["trainer", "module", "by hand"])
+def test_lightning_clips_by_what_is_not_zero(fitted: Fitted, who: str) -> None:
+    module = fitted.module(sw.mask_(net(), MOST), optimizers=1 + (who == "by hand"))
+    parts = [module.net[0], module.net[2]] if who == "by hand" else [module]
+    module.configure_optimizers = lambda: [torch.optim.SGD(p.parameters(), lr=1.0) for p in parts]
+
+    def clip(*_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+    if who == "module":
+        module.configure_gradient_clipping = clip
+    if who == "by hand":
+        backward = module.manual_backward
+        module.manual_backward = lambda loss: (backward(loss), clip())
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    fitted.fit(module, fitted.callback(), max_steps=1, gradient_clip_val=1e-3)
+    more = {"gradient_clip_val": 1e-3} if who == "trainer" else {}
+    steps = 2 if who == "by hand" else 1
+    fitted.fit(module, fitted.callback(), max_steps=steps, accumulate_grad_batches=1, **more)
     moved = sum(float((p.detach() - before[n]).square().sum()) for n, p in module.named_parameters()) ** 0.5
     assert moved == pytest.approx(1e-3, rel=1e-2)
 

@@ -289,6 +289,15 @@ def test_gradients_of_zeros_do_not_count_where_gradients_are_clipped(way: str) -
     assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.5, 200.0]]
 
 
+def test_gradients_of_gradients_pass_through_what_clears_them() -> None:
+    model = sw.mask(nn.Linear(4, 3, bias=False), sw.Budget(sparsity=0.5))
+    sw.hold(model, torch.optim.SGD(model.parameters(), lr=0.1), gradients=True)
+    (gradient,) = torch.autograd.grad(model(torch.randn(5, 4)).square().sum(), model.weight, create_graph=True)
+    assert gradient.requires_grad and not gradient[model.weight == 0].any()
+    gradient.square().sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.any()
+
+
 def test_lbfgs_and_a_closure() -> None:
     model = sw.mask(nn.Linear(6, 2), sw.Budget(sparsity=0.5))
     zeros = model.weight == 0

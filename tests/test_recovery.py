@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -230,16 +231,58 @@ def test_every_schedule_for_weights_and_for_channels(
         assert [t.shape for t in again.state_dict().values()] == [t.shape for t in done.model.state_dict().values()]
 
 
-@pytest.mark.parametrize("rounds", [2, 7])
-def test_many_rounds_end_where_one_does(trained: nn.Module, rounds: int) -> None:
+class Chain(nn.Module):
+    """Layers of four widths; with ``joined`` a layer, registered first, that reads two others side by side."""
+
+    def __init__(self, joined: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.joined = nn.Conv2d(80, 16, 1) if joined else nn.Identity()
+        for number, (before, after) in enumerate(itertools.pairwise((1, 16, 32, 48, 64))):
+            self.add_module(f"layer{number}", nn.Conv2d(before, after, 3, padding=1))
+        self.head = nn.Linear(16 if joined else 64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x]
+        for number in range(4):
+            made.append(torch.relu(self.get_submodule(f"layer{number}")(made[-1])))
+        seen = torch.relu(self.joined(torch.cat([made[1], made[4]], 1))) if "weight" in dir(self.joined) else made[4]
+        return self.head(seen.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def widths(model: nn.Module) -> dict[str, int]:
+    return {n: m.out_channels for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+
+
+@pytest.mark.parametrize("rounds", [2, 6])
+@pytest.mark.parametrize("left", [0.5, 0.2])
+@pytest.mark.parametrize("ignore", [(), ("layer2",), ("layer2", "layer3")], ids=str)
+@pytest.mark.parametrize("joined", [False, True])
+def test_many_rounds_end_where_one_does(rounds: int, left: float, ignore: tuple[str, ...], joined: bool) -> None:
     """The same share of every layer of the dense model, not of what earlier rounds, each rounded down, have left."""
-    loader, x, _ = blobs()
-    done = sw.prune_and_recover(
-        trained, x[:2], loader, sw.Budget(channels=0.5), lr=0.05, schedule="cubic", rounds=rounds, epochs=1,
-        options={"allocate": "uniform"},
-    )  # fmt: skip
-    assert [m.out_channels for m in done.model if isinstance(m, nn.Conv2d)] == [8, 16]
-    assert done.plan.budget["allocate"] == "uniform"
+    loader, x, _ = blobs(64)
+    given: dict[str, Any] = {"lr": 0.01, "epochs": 3, "options": {"allocate": "uniform", "ignore": ignore}}
+    model, budget = Chain(joined), sw.Budget(channels=left)
+    once = sw.prune_and_recover(model, x[:2], loader, budget, **given)
+    often = sw.prune_and_recover(model, x[:2], loader, budget, schedule="cubic", rounds=rounds, until=1.0, **given)
+    assert widths(often.model) == widths(once.model)
+    assert widths(once.model)["layer1"] == int(left * 32) and often.plan.budget["allocate"] == "uniform"
+    assert not [note for note in often.plan.notes if "channels stay" in note]
+
+
+def test_rounds_share_flops_out_alike() -> None:
+    loader, x, _ = blobs(64)
+    given: dict[str, Any] = {"lr": 0.01, "epochs": 3, "options": {"allocate": "uniform"}}
+    model, budget = Chain(), sw.Budget(flops=0.3)
+    once = sw.prune_and_recover(model, x[:2], loader, budget, **given)
+    often = sw.prune_and_recover(model, x[:2], loader, budget, schedule="cubic", rounds=6, until=1.0, **given)
+    first, second = widths(once.model), widths(often.model)
+    assert all(abs(first[n] - second[n]) <= 2 for n in first) and once.plan.achieved["flops"] > 0.29 * flops(once)
+    assert 0.28 * flops(often) < often.plan.achieved["flops"] <= 0.3 * flops(often)
+
+
+def flops(done: sw.Shrunk) -> float:
+    return float(done.plan.achieved["dense_flops"])
 
 
 def test_what_was_pruned_is_pruned_further_and_taught_by_the_dense_model(trained: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 python -m benchmarks.cifar.gradients runs/cifar/ends/sparse-95-230-test-0.safetensors [--sparsity 0.98]
     the norm of the whole gradient and of that of weights which are not zero, over a few batches of training images,
-    with the base as teacher and mixup as in training; --sparsity masks further first
+    with the base as teacher and a quarter of another image mixed in; --sparsity masks further first
 """
 
 from __future__ import annotations

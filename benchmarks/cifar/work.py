@@ -162,11 +162,13 @@ class Run:
         return self.weights(self.place.base)
 
     def weights(self, path: Path) -> nn.Module:
+        if not path.exists():
+            raise SystemExit(f"{path} is not there: python -m benchmarks.cifar --point {self.recipe.after} comes first")
         return base(path, self.place.blocks).to(self.device)
 
     def keep(self, model: nn.Module, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
+        new = self.place.runs / f"{path.stem}.new"  # not beside it, where others may be collecting
         save_file({n: t.cpu().contiguous() for n, t in model.state_dict().items()}, new)
         new.replace(path)  # others wait for it: never half of it
 

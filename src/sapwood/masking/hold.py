@@ -32,7 +32,8 @@ class Hold:
     """The zeros of a model, put back after each step; ``apply()`` does it by hand, ``release()`` ends it.
 
     ``clear_gradients()`` is for a loop that clips gradients, before it does; with ``gradients=True`` those of zeros are
-    never there, for loops that leave no room for the call.
+    cleared as they are computed, for loops that leave no room for the call. Of weights that are sharded (FSDP) only the
+    former does.
     """
 
     def __init__(self, held: Sequence[Held], optimizer: torch.optim.Optimizer | None, gradients: bool = False) -> None:
@@ -40,8 +41,8 @@ class Hold:
         self._bits: list[tuple[int, torch.Tensor]] = [(0, kept) for _, kept in held]
         self._hooks: list[Any] = [] if optimizer is None else [optimizer.register_step_post_hook(self._after_step)]
         if gradients or isinstance(optimizer, torch.optim.LBFGS):  # which looks along them: none may leave the zeros
-            own = [(weight, kept) for weight, kept in held if weight.requires_grad and not hasattr(weight, "to_local")]
-            self._hooks += [weight.register_hook(_cleared(kept)) for weight, kept in own]
+            whole = [(weight, kept) for weight, kept in held if not hasattr(weight, "to_local")]
+            self._hooks += [weight.register_hook(_cleared(kept)) for weight, kept in whole if weight.requires_grad]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -142,6 +143,8 @@ def _cleared(kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     def clear(gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout != torch.strided:
             return gradient
+        if gradient.requires_grad:  # gradients of gradients are asked for, which bits have not
+            return gradient.masked_fill(kept.to(gradient.device) == 0, 0)
         return torch.bitwise_and(_as_bits(gradient), kept.to(gradient.device)).view(gradient.dtype)
 
     return clear

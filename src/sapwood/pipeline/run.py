@@ -185,8 +185,8 @@ class _Seed:
             dtype = next((t.dtype for t in tensors_in(example) if t.is_floating_point()), torch.float32)
             example = with_batch(example, part.batch, torch.device("cpu"), dtype)
         step = _by_example(step, example)
-        pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else ())
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
+        pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else (), rebuilt)
         placed = send_to_device(example, self.device)
         targets, fading = step.targets(rebuilt, placed), EMPTY
         if part.fade is not None and step.budget is not None:

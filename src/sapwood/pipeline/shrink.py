@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, send_to_device
 from torch import nn
 
+from sapwood.capture.skeleton import named_tensors
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.masking.patterns import parse
 from sapwood.pipeline.keeping import Keeper, go_on, restored, told
 from sapwood.pipeline.prune import make_plan, prune
+from sapwood.planning.sharing import UniformOf
 from sapwood.recovery.loop import Loop, Settings, is_sharded
 from sapwood.recovery.mending import refit_, refresh_norms_
 from sapwood.recovery.rates import Rate
@@ -27,7 +29,7 @@ from sapwood.scoring.data import Loss
 from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
 from sapwood.surgery.cut import cut
-from sapwood.types import Budget, Group, Plan
+from sapwood.types import Budget, Plan
 
 EMPTY = Plan({}, {}, {})
 
@@ -56,7 +58,8 @@ class Step:
         if self.budget is not None and self.budget.kind == "latency" and self.schedule.kind != "one-shot":
             remedy = "Widths are measured once: schedule='one-shot'. Rounds can have flops or channels."
             raise explain("a one-shot schedule", f"{self.schedule.kind} with a latency", remedy, "schedule")
-        if not isinstance(self.options.get("allocate", ""), str) and self.schedule.rounds > 1:
+        allocate = self.options.get("allocate")
+        if (isinstance(allocate, Mapping) or callable(allocate)) and self.schedule.rounds > 1:
             remedy = "A round cannot tell what the one before it cut: schedule='one-shot', or fade."
             wanted = "one cut where shares are by name or by a function"
             raise explain(wanted, f"{self.schedule.rounds} rounds", remedy, "allocate")
@@ -77,14 +80,20 @@ class Step:
             return [Budget(sparsity=1 - left) for left in self.schedule.kept(1 - value)[:-1]] + [self.budget]
         dense = make_plan(model, example_inputs, Budget(channels=1.0)).achieved[f"dense_{kind}"]
         left = self.schedule.kept(self.budget.limit(dense) / dense)
+        if kind == "channels" and self.options.get("allocate") == "uniform":
+            return [Budget(channels=part) for part in left]
         return [Budget(**{kind: max(2, int(part * dense))}) for part in left]
 
 
 class Pruner:
-    """Prunes what a loop trains, and remembers the cuts as one plan on the dense model."""
+    """Prunes what a loop trains, and remembers the cuts as one plan on the dense model. ``before`` is the model with
+    which a schedule of several rounds began."""
 
-    def __init__(self, example_inputs: Any, plan: Plan = EMPTY, mend: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, example_inputs: Any, plan: Plan = EMPTY, mend: Sequence[Any] = (), before: nn.Module | None = None
+    ) -> None:
         self.example, self.plan, self.mend = example_inputs, plan, mend
+        self.before = None if before is None else shapes_of(before)
 
     def zeros(self, loop: Loop, budget: Budget | None, step: Step) -> None:
         if is_sharded(loop.model):
@@ -105,8 +114,8 @@ class Pruner:
         assert budget is not None
         loop.let_go()  # the cut copies the model as it is
         device, options = next(loop.plain.parameters()).device, dict(step.options)
-        if options.get("allocate") == "uniform" and self.plan.keep:
-            options["allocate"] = uniform_after(self.plan)
+        if options.get("allocate") == "uniform" and self.before is not None and step.schedule.rounds > 1:
+            options["allocate"] = UniformOf(self.before, shapes_of(loop.plain))
         done = prune(loop.plain, send_to_device(self.example, device), budget, **options)
         self._go_on(loop, done.model, done.plan)
 
@@ -128,16 +137,8 @@ class Pruner:
         self.plan = compose(self.plan, plan) if self.plan.keep else plan
 
 
-def uniform_after(earlier: Plan) -> Callable[[Group], float]:
-    """The same share of every group of the dense model, for a model that was cut before: shares of what is left, each
-    rounded down in every round, would end up far apart."""
-
-    def uniform(group: Group) -> float:
-        name, dim = group.sites[0]
-        kept = earlier.keep.get(name, {}).get(dim)
-        return 1.0 if kept is None else earlier.shapes[name][dim] / len(kept)
-
-    return uniform
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
 
 
 def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, total: int) -> list[Phase]:
@@ -259,7 +260,7 @@ def prune_and_recover(
         chosen.rate,
         chosen.seed,
         fade,
-        distill or teacher is not None,
+        "teacher" if teacher is not None else distill,
         len(mend),
         learning,
         told(chosen.optimizer),
@@ -273,7 +274,7 @@ def prune_and_recover(
     extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
     extra["changing"] = not step.is_mask and not fade and found is None
     loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)
-    pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend)
+    pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend, model)
     total = steps_for(total_epochs, loop, rounds)
     if fade:
         plan = make_plan(model, example_inputs, budget or Budget(channels=1.0), **step.options)

@@ -15,7 +15,7 @@ from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError
 from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_of
 from sapwood.planning.names import named_groups
-from sapwood.planning.sharing import Allocate, require_allocation, shares_of
+from sapwood.planning.sharing import Allocate, UniformOf, require_allocation, shares_of
 from sapwood.types import Budget, Plan, Scale
 
 
@@ -36,9 +36,11 @@ def draft_plan(
     fixed, shares = fixed_groups(trace, ignore, barred), shares_of(trace, allocate, ignore)
 
     def count(steps: RoundTo) -> list[int]:
-        return _count(trace, scores, budget, None if allocate == "global" else shares, steps, fixed, barred)
+        level = float(budget.channels or 1) if of_before else None
+        return _count(trace, scores, budget, None if allocate == "global" else shares, steps, fixed, barred, level)
 
-    counts, too_many = _in_steps(trace, budget, round_to, count)
+    of_before = isinstance(allocate, UniformOf) and budget.kind == "channels" and budget.is_fraction
+    counts, too_many = (count(round_to), "") if of_before else _in_steps(trace, budget, round_to, count)
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
     if too_many and (round_to is not None or (fixed.any() and not barred)):
         why = "what is to be ignored stays whole"
@@ -134,6 +136,8 @@ def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: 
 def _told(allocate: Allocate) -> Any:
     if isinstance(allocate, Mapping):
         return {name: float(share) for name, share in allocate.items()}
+    if isinstance(allocate, UniformOf):
+        return "uniform"
     return allocate if isinstance(allocate, str) else getattr(allocate, "__name__", type(allocate).__name__)
 
 
@@ -145,7 +149,9 @@ def _count(
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
+    level: float | None = None,
 ) -> list[int]:
+    """How many channels of each group stay; with a ``level``, so much of each, whatever that comes to."""
     widths = np.array(trace.dense, dtype=float)
     dense = trace.costs.evaluate(budget.kind, trace.dense)
     limit = budget.limit(dense)
@@ -169,6 +175,8 @@ def _count(
         lambda counts: trace.costs.evaluate(budget.kind, [int(c) for c in counts]),
         None if shares is None else np.maximum(steps, widths / 10),
     )
+    if level is not None:
+        return [int(c) for c in allocator.counts(level)]
     if budget.kind == "channels" and shares is not None and (shares == 1).all():  # the same fraction of each group
         return [int(c) for c in allocator.counts(limit / dense)]
     least = allocator.cost(allocator.counts(0.0))

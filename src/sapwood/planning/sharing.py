@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,31 @@ Allocate = str | Mapping[str, float] | Callable[[Group], float]
 relation to one another."""
 
 
+@dataclass(frozen=True)
+class UniformOf:
+    """The same share of what every group had before, for a model that has been cut since: shares of what is left, each
+    rounded down in every round, would end up far apart. Fractions of channels are of what there was before, too."""
+
+    before: Mapping[str, Sequence[int]]
+    now: Mapping[str, Sequence[int]]
+
+    def __call__(self, group: Group) -> float:
+        """How many times as wide it was; told by a site that is all its own, where it has one."""
+        own = [(n, d) for n, d in group.sites if group.members[n, d].size == self.now[n][d]]
+        name, dim = (own or group.sites)[0]
+        return self.before[name][dim] / self.now[name][dim]
+
+
 def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
     """``kind`` is that of the budget."""
     if isinstance(allocate, str) and allocate in ALLOCATIONS:
         return
     if not isinstance(allocate, Mapping) and not callable(allocate):
-        wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+        wanted = f"{', '.join(ALLOCATIONS)} or shares by name, or a function of a group"
         raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
     if kind == "latency":
         remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
-        raise explain("no shares by name with a latency", repr(allocate)[:80], remedy, where)
+        raise explain("no shares by name or function with a latency", repr(allocate)[:80], remedy, where)
     if not isinstance(allocate, Mapping):
         return
     remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
@@ -43,6 +59,8 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
     """What each group keeps in relation to the one that keeps the least."""
     if isinstance(allocate, str):
         return np.ones(len(trace.groups))
+    if isinstance(allocate, UniformOf):
+        return np.array([allocate(group) for group in trace.groups])  # none below one
     if not isinstance(allocate, Mapping):
         told = {group.name: allocate(group) for group in trace.groups}
         for name, share in told.items():

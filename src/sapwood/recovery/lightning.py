@@ -45,11 +45,11 @@ class SapwoodCallback(*_bases()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         if self.upkeep.gradual is not None:
             self._steps = _all_steps(trainer)
-        self.upkeep.start(pl_module, trainer.optimizers, trainer.global_step / self._steps)
+        by_hand = not pl_module.automatic_optimization  # its clipping, too
+        self.upkeep.start(pl_module, trainer.optimizers, trainer.global_step / self._steps, gradients=by_hand)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
-        if trainer.gradient_clip_val:
-            self.upkeep.clear_gradients()
+        self.upkeep.clear_gradients()  # for who clips after this: the trainer, or the module itself
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.upkeep.step(pl_module, trainer.optimizers, trainer.global_step / self._steps)
