@@ -31,7 +31,7 @@ The first zeros of 80, 90, 95 and 98% (sparse) are one training of 300 epochs wi
 each share is judged: the epochs of the earlier ones count for the later ones. It held what is asked for at 80% only.
 Clipping counted the gradients of zeros then, which makes a gradient 4 times as long at 95% and up to 36 times at 98%;
 and the 160 epochs up to 90% gave no more than 60 on the validation split did, so that the ones before a new annealing
-seem to be lost. So the next ones (few) start from the base each.
+seem to be lost. So the next ones (few) share epochs at a constant rate only (stable), and each anneals from there.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ _ZEROS = Recipe(score="magnitude", allocate="global", schedule="cubic", rounds=4
 _AT_ONCE = replace(_ZEROS, schedule="one-shot", rounds=1, epochs=40, mend=8)
 STRUCTURED = {("2.11", 200): 94.2, ("2.57", 100): 93.7, ("2.57", 200): 94.0}
 UNSTRUCTURED = {("80", 90): 94.3, ("90", 160): 94.1, ("95", 230): 93.6, ("98", 300): 92.0}
-ALONE = {("90", 140): 94.1, ("95", 180): 93.6, ("98", 220): 92.0}
-"""What is asked for, by epochs after the base with all that is pruned in them; zeros within 300. Those of UNSTRUCTURED
-go on from one another, those of ALONE start from the base."""
+"""What is asked for, by epochs after the base with all that is pruned in them; zeros within 300, those of UNSTRUCTURED
+going on from one another."""
+STABLE = {"90": (60, 60, 94.1), "95": (40, 80, 93.6), "98": (40, 80, 92.0)}
+"""Zeros at a constant rate, share after share, and an annealing from each: epochs of both, and what is asked for."""
 
 FIRST: dict[str, Recipe] = {
     "oneshot-90": replace(_AT_ONCE, sparsity=0.9, target=93.37, clip=1.0),
@@ -210,8 +211,13 @@ for (_share, _epochs), _target in UNSTRUCTURED.items():
     _name, _share_of = f"sparse-{_share}-{_epochs}", int(_share) / 100
     POINTS[_name] = Recipe(way="zeros", sparsity=_share_of, epochs=_epochs - _total, after=_before, target=_target)
     _before, _total = _name, _epochs
-for (_share, _epochs), _target in ALONE.items():
-    POINTS[f"few-{_share}-{_epochs}"] = Recipe(way="few", sparsity=int(_share) / 100, epochs=_epochs, target=_target)
+_before, _total = "", 0
+for _share, (_epochs, _annealed, _target) in STABLE.items():
+    _few = Recipe(way="few", sparsity=int(_share) / 100, epochs=_epochs, anneal="none", after=_before)
+    _before, _total = f"stable-{_share}", _total + _epochs
+    POINTS[_before] = _few
+    _few = replace(_few, epochs=_annealed, anneal="cosine", after=_before, target=_target)
+    POINTS[f"few-{_share}-{_total + _annealed}"] = _few
 POINTS["long-2.57-100"] = Recipe(way="long", fewer=2.57, epochs=100, target=93.7)
 for (_fewer, _epochs), _target in STRUCTURED.items():
     POINTS[f"shape-{_fewer}-{_epochs}"] = Recipe(way="shape", fewer=float(_fewer), epochs=_epochs, target=_target)
