@@ -11,8 +11,8 @@ from benchmarks.cifar.tables import ended, finished
 from benchmarks.cifar.work import Place
 
 BASE = "base-validation.safetensors"
-FILES_BACK = 6
-"""Of which one holds the results; eight come back at once, with what else there is."""
+FILES_BACK = 8
+"""As many as come back at once, of which one holds the results."""
 
 
 def collect(place: Place, out: Path) -> int:
