@@ -270,6 +270,24 @@ def test_many_rounds_end_where_one_does(rounds: int, left: float, ignore: tuple[
     assert not [note for note in often.plan.notes if "channels stay" in note]
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_later_step_shares_out_what_it_finds(rounds: int) -> None:
+    """Not what there was before an earlier one, which had cut one layer more than the others."""
+    from sapwood.pipeline.shrink import Pruner, Step
+    from sapwood.recovery.loop import Loop, Settings
+
+    loader, x, _ = blobs(64)
+    first = sw.prune(Chain(), x[:2], sw.Budget(channels=0.7), allocate={"layer2": 0.4})
+    found = widths(first.model)
+    step = Step(sw.Budget(channels=0.5), schedule=Schedule("cubic", rounds), options={"allocate": "uniform"})
+    pruner = Pruner(x[:2], first.plan, before=first.model)
+    loop = Loop(first.model, loader, Settings(lr=0.01))
+    for budget in step.targets(first.model, x[:2]):
+        pruner.channels(loop, budget, step)
+    assert widths(loop.plain) == {name: width // 2 for name, width in found.items()}
+    assert widths(sw.cut(Chain(), pruner.plan)) == widths(loop.plain)  # one plan for both steps
+
+
 def test_rounds_share_flops_out_alike() -> None:
     loader, x, _ = blobs(64)
     given: dict[str, Any] = {"lr": 0.01, "epochs": 3, "options": {"allocate": "uniform"}}
