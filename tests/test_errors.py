@@ -65,10 +65,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["finite"],
     ),
     "share of nothing": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 0}), ["0.001", "'0': 0", "0.8"]),
-    "share of nothing by a function": (
-        lambda: sw.make_plan(chain(), IMAGE, HALF, allocate=lambda group: 0.0),
-        ["every group", "0.0 for 0", "lambda"],
-    ),
     "no shares": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={}), ["names with numbers", "none"]),
     "shares as an array": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate=np.ones(2)), ["shares by name"]),
     "two shares": (lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 2, "re:0": 3}), ["group 0", "2 by '0'"]),

@@ -85,14 +85,6 @@ def test_what_is_left_over_does_not_undo_a_share(allocate: Any) -> None:
     assert 0.45 <= plan.achieved["flops"] / plan.achieved["dense_flops"] <= 0.5
 
 
-def test_shares_by_a_function_of_a_group() -> None:
-    model, budget = wide(), sw.Budget(flops=0.4)
-    by_name = sw.make_plan(model, IMAGE, budget, allocate={"9": 0.5, "6": 2})
-    by_function = sw.make_plan(model, IMAGE, budget, allocate=lambda group: {"9": 0.5, "6": 2}.get(group.name, 1))
-    assert by_function.groups == by_name.groups and json.dumps(dict(by_function.budget))
-    assert by_name.groups != sw.make_plan(model, IMAGE, budget, allocate="uniform").groups
-
-
 def test_shares_are_of_channels_too() -> None:
     plan = sw.make_plan(wide(), IMAGE, sw.Budget(channels=0.5), allocate={"9": 0.5})
     assert plan.achieved["channels"] == pytest.approx(0.5 * 288, abs=3) and len(plan.groups["9"]) < 0.4 * 128

@@ -40,7 +40,7 @@ def decided(recipe: Recipe, place: Place) -> Recipe:
         raise SystemExit(f"{recipe.way} is not decided: --split validation --point {recipe.way} comes first")
     own = {k: v for k, v in recipe.told().items() if k not in ("way", "epochs")}
     if recipe.fewer:
-        own["channels"] = recipe.channels
+        own["channels"] = recipe.channels  # not those of the plan
     about = f"{recipe.way}: {best} of {', '.join(CHOICES[recipe.way].factors)}"
     cut = {"mend": 0, "inner": False, "late": 0.0, "rounds": 1} if recipe.peer else {}  # its own matter
     return replace(CHOICES[recipe.way].at(best), **{"about": about, "epochs": recipe.epochs, **own, **cut})

@@ -35,12 +35,14 @@ def draft_plan(
     barred, ignore = frozen_groups or {}, (ignore,) if isinstance(ignore, str) else tuple(ignore)
     fixed, shares = fixed_groups(trace, ignore, barred), shares_of(trace, allocate, ignore)
 
-    def count(steps: RoundTo) -> list[int]:
-        level = float(budget.channels or 1) if of_before else None
-        return _count(trace, scores, budget, None if allocate == "global" else shares, steps, fixed, barred, level)
+    even = isinstance(allocate, UniformOf) or bool((shares == 1).all())
 
-    of_before = isinstance(allocate, UniformOf) and budget.kind == "channels" and budget.is_fraction
-    counts, too_many = (count(round_to), "") if of_before else _in_steps(trace, budget, round_to, count)
+    def count(steps: RoundTo) -> list[int]:
+        return _count(trace, scores, budget, None if allocate == "global" else shares, even, steps, fixed, barred)
+
+    counts, too_many = _in_steps(trace, budget, round_to, count)
+    if isinstance(allocate, UniformOf):
+        too_many = ""  # it speaks of what is left now
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
     if too_many and (round_to is not None or (fixed.any() and not barred)):
         why = "what is to be ignored stays whole"
@@ -127,18 +129,10 @@ def weights_of(trace: Trace) -> list[int]:
 def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": _told(allocate),
+        "allocate": {n: float(x) for n, x in allocate.items()} if isinstance(allocate, Mapping) else str(allocate),
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }
-
-
-def _told(allocate: Allocate) -> Any:
-    if isinstance(allocate, Mapping):
-        return {name: float(share) for name, share in allocate.items()}
-    if isinstance(allocate, UniformOf):
-        return "uniform"
-    return allocate if isinstance(allocate, str) else getattr(allocate, "__name__", type(allocate).__name__)
 
 
 def _count(
@@ -146,12 +140,11 @@ def _count(
     scores: Sequence[np.ndarray],
     budget: Budget,
     shares: np.ndarray | None,
+    even: bool,
     round_to: RoundTo,
     fixed: np.ndarray,
     barred: Mapping[str, str],
-    level: float | None = None,
 ) -> list[int]:
-    """How many channels of each group stay; with a ``level``, so much of each, whatever that comes to."""
     widths = np.array(trace.dense, dtype=float)
     dense = trace.costs.evaluate(budget.kind, trace.dense)
     limit = budget.limit(dense)
@@ -175,9 +168,7 @@ def _count(
         lambda counts: trace.costs.evaluate(budget.kind, [int(c) for c in counts]),
         None if shares is None else np.maximum(steps, widths / 10),
     )
-    if level is not None:
-        return [int(c) for c in allocator.counts(level)]
-    if budget.kind == "channels" and shares is not None and (shares == 1).all():  # the same fraction of each group
+    if budget.kind == "channels" and shares is not None and even:  # the same fraction of each group
         return [int(c) for c in allocator.counts(limit / dense)]
     least = allocator.cost(allocator.counts(0.0))
     if budget.kind == "channels" and budget.is_fraction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,44 +14,48 @@ from sapwood.errors import explain
 from sapwood.planning.names import named_groups
 from sapwood.types import Group
 
-ALLOCATIONS = ("uniform", "global")
-Allocate = str | Mapping[str, float] | Callable[[Group], float]
-"""The same share of every group, one ranking of all channels, or shares by name or by a function of a group, in
-relation to one another."""
-
 
 @dataclass(frozen=True)
 class UniformOf:
     """The same share of what every group had before, for a model that has been cut since: shares of what is left, each
-    rounded down in every round, would end up far apart. Fractions of channels are of what there was before, too."""
+    rounded down in every round, would end up far apart. Made between rounds; fractions are of what there was, too."""
 
     before: Mapping[str, Sequence[int]]
     now: Mapping[str, Sequence[int]]
 
-    def __call__(self, group: Group) -> float:
-        """How many times as wide it was; told by a site that is all its own, where it has one."""
+    def __str__(self) -> str:
+        return "uniform"
+
+    def times(self, group: Group) -> float:
+        """How many times as wide a group was; told by a site that is all its own, where it has one."""
         own = [(n, d) for n, d in group.sites if group.members[n, d].size == self.now[n][d]]
         name, dim = (own or group.sites)[0]
         return self.before[name][dim] / self.now[name][dim]
 
 
+ALLOCATIONS = ("uniform", "global")
+Allocate = str | Mapping[str, float] | UniformOf
+"""The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
+
+
 def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
     """``kind`` is that of the budget."""
-    if isinstance(allocate, str) and allocate in ALLOCATIONS:
+    if isinstance(allocate, UniformOf):
         return
-    if not isinstance(allocate, Mapping) and not callable(allocate):
-        wanted = f"{', '.join(ALLOCATIONS)} or shares by name, or a function of a group"
-        raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
+    if not isinstance(allocate, Mapping):
+        if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
+            wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
+            raise explain(wanted, repr(allocate)[:80], "Choose how the cut is shared out.", where)
+        return
     if kind == "latency":
         remedy = "Its widths follow from measured times; leave allocate out, or ask for flops."
-        raise explain("no shares by name or function with a latency", repr(allocate)[:80], remedy, where)
-    if not isinstance(allocate, Mapping):
-        return
+        raise explain("no shares by name with a latency", repr(dict(allocate))[:80], remedy, where)
     remedy = "For example allocate={'layer1': 0.8} keeps four fifths of the share that others keep."
     if not allocate:
         raise explain("names with numbers", "none", remedy, where)
     for name, share in allocate.items():
-        if not isinstance(name, str) or not _is_share(share):
+        number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not isinstance(name, str) or not number or not 0.001 <= share <= 1000:
             raise explain("names with numbers from 0.001 to 1000", f"{name!r}: {share!r}"[:80], remedy, where)
 
 
@@ -60,15 +64,7 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
     if isinstance(allocate, str):
         return np.ones(len(trace.groups))
     if isinstance(allocate, UniformOf):
-        return np.array([allocate(group) for group in trace.groups])  # none below one
-    if not isinstance(allocate, Mapping):
-        told = {group.name: allocate(group) for group in trace.groups}
-        for name, share in told.items():
-            if not _is_share(share):
-                remedy = "For example allocate=lambda group: 0.8 if group.width < 64 else 1.0."
-                wanted = "a number from 0.001 to 1000 for every group"
-                raise explain(wanted, f"{share!r} for {name}", remedy, "allocate")
-        return _to_least([float(share) for share in told.values()])
+        return np.array([allocate.times(group) for group in trace.groups])  # none below one
     ignored, given = named_groups(trace, ignore), dict[str, tuple[str, float]]()
     for pattern, share in allocate.items():
         named = named_groups(trace, (pattern,), "allocate") - ignored
@@ -81,12 +77,5 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
             if before != float(share):
                 got = f"{before:g} by {other!r} and {float(share):g} by {pattern!r}"
                 raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
-    return _to_least([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
-
-
-def _is_share(share: Any) -> bool:
-    return isinstance(share, numbers.Real) and not isinstance(share, bool) and 0.001 <= float(share) <= 1000
-
-
-def _to_least(shares: list[float]) -> np.ndarray:
-    return np.asarray(np.array(shares) / min(shares, default=1.0))
+    shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
+    return np.asarray(shares / shares.min(initial=np.inf))

@@ -97,6 +97,11 @@ class Gradual:
             held.apply()
         self.release()
 
+    def clear_gradients(self) -> None:
+        """Before gradients are clipped; as in ``Hold``."""
+        for held in self._holds:
+            held.clear_gradients()
+
     def release(self) -> None:
         """Let go of the optimizer and forget which rounds are done; the next ``advance`` starts anew."""
         self._drop_holds()
@@ -199,7 +204,9 @@ class Upkeep:
         return self.gradual is not None and self.gradual.advance(model, optimizer, progress)
 
     def clear_gradients(self) -> None:
-        for held in self._holds if self.gradual is None else self.gradual._holds:
+        if self.gradual is not None:
+            self.gradual.clear_gradients()
+        for held in self._holds:
             held.clear_gradients()
 
     def end(self) -> None:
