@@ -31,7 +31,9 @@ The first zeros of 80, 90, 95 and 98% (sparse) are one training of 300 epochs wi
 each share is judged: the epochs of the earlier ones count for the later ones. It held what is asked for at 80% only.
 Clipping counted the gradients of zeros then, which makes a gradient 4 times as long at 95% and up to 36 times at 98%;
 and the 160 epochs up to 90% gave no more than 60 on the validation split did, so that the ones before a new annealing
-seem to be lost. So the next ones (few) share epochs at a constant rate only (stable), and each anneals from there.
+seem to be lost. So 95% and 98% share epochs at a constant rate only (stable), and each anneals from there. The fewer
+weights are left, the smaller is their norm, the longer a step of the same rate in proportion, and the more there is to
+learn anew: each share has a plan of its own (tenth, few, fewest), with rates around what the old clipping came to.
 """
 
 from __future__ import annotations
@@ -119,9 +121,6 @@ STRUCTURED = {("2.11", 200): 94.2, ("2.57", 100): 93.7, ("2.57", 200): 94.0}
 UNSTRUCTURED = {("80", 90): 94.3, ("90", 160): 94.1, ("95", 230): 93.6, ("98", 300): 92.0}
 """What is asked for, by epochs after the base with all that is pruned in them; zeros within 300, those of UNSTRUCTURED
 going on from one another."""
-STABLE = {"90": (60, 60, 94.1), "95": (40, 80, 93.6), "98": (40, 80, 92.0)}
-"""Zeros at a constant rate, share after share, and an annealing from each: epochs of both, and what is asked for."""
-
 FIRST: dict[str, Recipe] = {
     "oneshot-90": replace(_AT_ONCE, sparsity=0.9, target=93.37, clip=1.0),
     "structured-2.57-100": replace(_LONG, fewer=2.57, epochs=100, target=93.7),
@@ -181,6 +180,10 @@ CHOICES: dict[str, Choice] = {
     "half": Choice(Recipe(fewer=4.0, epochs=40, mend=8), {"lr": (0.1, 0.2), **_CUTS}),
     "sparse": Choice(replace(_ZEROS, sparsity=0.9, epochs=60), {"lr": (0.05, 0.1), **_SETTINGS}),
     "zeros": Choice(replace(_ZEROS, sparsity=0.9, epochs=60, clip=1.0), {"lr": (0.05, 0.1), **_HARDER}),
+    "tenth": Choice(
+        replace(_ZEROS, sparsity=0.9, epochs=60, clip=1.0),
+        {"lr": (0.01, 0.03), "mixup": (0.5, 1.0), "weight_decay": (5e-4, 2e-4)},
+    ),
     "few": Choice(
         replace(_ZEROS, sparsity=0.95, epochs=40, clip=1.0),
         {
@@ -188,10 +191,18 @@ CHOICES: dict[str, Choice] = {
             "score": ("magnitude", "lamp"),
         },
     ),
+    "fewest": Choice(
+        replace(_ZEROS, sparsity=0.98, epochs=40, clip=1.0, until=0.5),
+        {
+            "lr": (0.03, 0.1), "mixup": (0.0, 0.3), "weight_decay": (5e-4, 1e-4), "temperature": (4.0, 2.0),
+            "score": ("magnitude", "lamp"),
+        },
+    ),
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
 }  # fmt: skip
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, zeros from sparse, few from zeros. All but few are of a time when gradients of zeros counted in clipping."""
+from shape, zeros from sparse, tenth, few and fewest from zeros. All but these three are of a time when gradients of
+zeros counted in clipping."""
 
 POINTS: dict[str, Recipe] = {
     **FIRST,
@@ -211,13 +222,13 @@ for (_share, _epochs), _target in UNSTRUCTURED.items():
     _name, _share_of = f"sparse-{_share}-{_epochs}", int(_share) / 100
     POINTS[_name] = Recipe(way="zeros", sparsity=_share_of, epochs=_epochs - _total, after=_before, target=_target)
     _before, _total = _name, _epochs
-_before, _total = "", 0
-for _share, (_epochs, _annealed, _target) in STABLE.items():
-    _few = Recipe(way="few", sparsity=int(_share) / 100, epochs=_epochs, anneal="none", after=_before)
-    _before, _total = f"stable-{_share}", _total + _epochs
-    POINTS[_before] = _few
-    _few = replace(_few, epochs=_annealed, anneal="cosine", after=_before, target=_target)
-    POINTS[f"few-{_share}-{_total + _annealed}"] = _few
+POINTS |= {
+    "tenth-90-120": Recipe(way="tenth", sparsity=0.9, epochs=120, target=94.1),
+    "stable-95": Recipe(way="few", sparsity=0.95, epochs=80, anneal="none"),
+    "few-95-200": Recipe(way="few", sparsity=0.95, epochs=120, after="stable-95", target=93.6),
+    "stable-98": Recipe(way="fewest", sparsity=0.98, epochs=60, anneal="none", after="stable-95"),
+    "fewest-98-300": Recipe(way="fewest", sparsity=0.98, epochs=160, after="stable-98", target=92.0),
+}
 POINTS["long-2.57-100"] = Recipe(way="long", fewer=2.57, epochs=100, target=93.7)
 for (_fewer, _epochs), _target in STRUCTURED.items():
     POINTS[f"shape-{_fewer}-{_epochs}"] = Recipe(way="shape", fewer=float(_fewer), epochs=_epochs, target=_target)
