@@ -319,12 +319,37 @@ def test_more_zeros_without_a_new_capture() -> None:
     assert loop.graphed is graph and graph.captured and sw.sparsity(loop.finish()).zeros == zeros
 
 
+def regrown(graph: bool) -> tuple[list[float], Loop]:
+    """Six masks while training goes on, the last ones at the same sparsity."""
+    _, x, y = stripes()
+    settings = Settings(0.02, graph=graph, clip=0.5)
+    loop = Loop(slim(), TensorLoader(x.cuda(), y.cuda(), 32, shuffle=False), settings)
+    found = []
+    for number, share in enumerate((0.3, 0.5, 0.7, 0.8, 0.8, 0.8)):
+        loop.remask(lambda: sw.mask_(loop.plain, sw.Budget(sparsity=share)))  # noqa: B023
+        found += [float(event["losses"][-1]) for event in loop.epoch(number, 8 * number, 48)]
+        assert sw.sparsity(loop.plain).total == pytest.approx(share, abs=1e-3)
+    return found, loop
+
+
+def test_zeros_that_come_back_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    eager, one = regrown(False)
+    replayed, two = regrown(True)
+    assert two.graphed is not None and two.graphed.captured and two.graphed._calls == 48
+    assert torch.allclose(torch.tensor(eager), torch.tensor(replayed), rtol=5e-3, atol=1e-3)
+    for name, hidden in one.hidden.items():
+        assert float(hidden.abs().sum()) > 0
+        assert torch.allclose(hidden, two.hidden[name], rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "what",
     [
         {"budget": sw.Budget(channels=0.5), "fade": 0.5},
         {"budget": sw.Budget(channels=0.5), "schedule": "cubic", "rounds": 3},
         {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 4},
+        {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 4, "regrow": 0.9, "clip": 1.0},
         {"pattern": "2:4"},
     ],
     ids=str,

@@ -278,6 +278,7 @@ def test_a_mended_cut_starts_higher(trained: nn.Module) -> None:
         {"budget": sw.Budget(channels=0.5), "fade": 0.6},
         {"budget": sw.Budget(params=0.5), "schedule": "cubic", "rounds": 3},
         {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 3},
+        {"budget": sw.Budget(sparsity=0.8), "schedule": "cubic", "rounds": 3, "regrow": 0.9, "clip": 1.0},
     ],
     ids=str,
 )

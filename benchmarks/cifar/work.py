@@ -102,7 +102,8 @@ class Run:
         found = sw.prune_and_recover(
             start, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
-            mend=self.batches(r.mend), teacher=dense if r.distill else None, temperature=r.temperature, share=r.share,
+            regrow=r.regrow, mend=self.batches(r.mend), teacher=dense if r.distill else None,
+            temperature=r.temperature, share=r.share,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
         if any(other.after == self.name for other in POINTS.values()):

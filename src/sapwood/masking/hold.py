@@ -64,6 +64,12 @@ class Hold:
                 bits = _as_bits(_local(weight.grad))
                 bits.bitwise_and_(kept.to(bits.device))
 
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Hold the zeros that the same weights have now, in the same memory: a captured step reads it there."""
+        for weight, kept in self.held:
+            kept.copy_(_kept(weight))
+
     @property
     def zeros(self) -> int:
         """How many numbers are held at zero in this process."""
@@ -96,19 +102,23 @@ def hold(model: nn.Module, optimizer: Any = None, *, gradients: bool = False) ->
         raise explain("a torch optimizer", type(optimizer).__name__, "sw.hold(model, optimizer)", "hold")
     if not isinstance(model, nn.Module):
         raise explain("a torch.nn.Module", type(model).__name__, "sw.hold(model, optimizer)", "hold")
+    return Hold(list(held_weights(model).values()), inner, gradients)
+
+
+def held_weights(model: nn.Module) -> dict[str, Held]:
+    """By name, what there is to hold: all that ``mask`` has noted or, without a note, what is partly zero."""
     parameters = {plain_name(n): p for n, p in unwrap(model).named_parameters()}
     noted = noted_masks(model)
-    names = list(noted) if noted else [plain_name(n) for n in maskable(model)]
-    held = []
-    for name in names:
+    held: dict[str, Held] = {}
+    for name in noted or map(plain_name, maskable(model)):
         if name not in parameters:
             raise explain(f"the masked weight {name!r}", "a model without", "Mask the model anew.", "hold")
-        kept = (_local(parameters[name]) != 0).to(torch.int8).neg_()
+        kept = _kept(parameters[name])
         if noted or partly_zero(kept):
-            held.append((parameters[name], kept))
+            held[name] = (parameters[name], kept)
     if not noted and not held:
         raise explain("a masked model", "one without zeros", "Call sw.mask first.", "hold")
-    return Hold(held, inner, gradients)
+    return held
 
 
 def noted_masks(model: nn.Module) -> dict[str, str]:
@@ -148,6 +158,10 @@ def _cleared(kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return torch.bitwise_and(_as_bits(gradient), kept.to(gradient.device)).view(gradient.dtype)
 
     return clear
+
+
+def _kept(weight: torch.Tensor) -> torch.Tensor:
+    return (_local(weight) != 0).to(torch.int8).neg_()
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

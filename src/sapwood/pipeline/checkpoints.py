@@ -18,13 +18,13 @@ from sapwood.storage.record import read_record
 from sapwood.storage.tensors import open_file, write
 from sapwood.types import Plan
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL, _OPTIMIZER, _HIDDEN = "model.", "optimizer.", "hidden."
 
 
 @dataclass
 class Checkpoint:
     """``recipe`` is a digest of what the run does, ``stage`` what was being done, ``position`` where in it,
-    ``figures`` what is known so far."""
+    ``figures`` what is known so far, ``hidden`` what zeros would be that may come back."""
 
     recipe: str
     stage: str
@@ -34,6 +34,7 @@ class Checkpoint:
     masks: Mapping[str, str] = field(default_factory=dict)
     position: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def write_checkpoint(
@@ -45,11 +46,13 @@ def write_checkpoint(
     figures: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
     position: Mapping[str, Any] | None = None,
+    hidden: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Replace the checkpoint; killed at any moment, the old one or the new one is there."""
     tensors = {_MODEL + n: t for n, t in model.state_dict().items()}
     if optimizer is not None:
         tensors |= {_OPTIMIZER + n: t for n, t in optimizer_tensors(model, optimizer).items()}
+    tensors |= {_HIDDEN + n: t for n, t in (hidden or {}).items()}
     state = {"recipe": recipe, "stage": stage, "position": position, "figures": figures, "masks": noted_masks(model)}
     record = describe(model, plan).to_json()
     write(path, {n: t.detach().cpu() for n, t in tensors.items()}, {"state": json.dumps(state), "plan": record})
@@ -68,14 +71,19 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
             recipe=str(state["recipe"]),
             stage=str(state["stage"]),
             plan=plan,
-            weights={n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)},
-            optimizer={n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)},
+            weights=_below(_MODEL, tensors),
+            optimizer=_below(_OPTIMIZER, tensors),
+            hidden=_below(_HIDDEN, tensors),
             masks=state["masks"],
             position=state["position"],
             figures=state["figures"],
         )
     except (KeyError, ValueError, TypeError) as error:
         raise SapwoodError(f"{path}: expected a checkpoint of a run; {error!r}. Start the run anew.") from None
+
+
+def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def fill(model: nn.Module, checkpoint: Checkpoint) -> None:

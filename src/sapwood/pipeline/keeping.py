@@ -39,8 +39,9 @@ class Keeper:
             return
         loop = session.loop
         write_checkpoint(
-            self.path, self.digest, "recover", loop.plain, plan, {}, loop.optimizer.optimizer, session.position()
-        )
+            self.path, self.digest, "recover", loop.plain, plan, {}, loop.optimizer.optimizer, session.position(),
+            loop.hidden,
+        )  # fmt: skip
         self._last = time.monotonic()
 
     def remove(self) -> None:
@@ -71,3 +72,5 @@ def go_on(session: Session, found: Checkpoint | None) -> None:
     if found is not None and found.position is not None:
         fill_optimizer(session.loop.plain, session.loop.optimizer.optimizer, found.optimizer)
         session.go_to(found.position)
+        if found.hidden:
+            session.loop.regrow({n: found.weights[n] + hidden for n, hidden in found.hidden.items()})

@@ -64,6 +64,8 @@ class Step:
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")
+        if self.schedule.regrow and not self.is_mask:
+            raise explain("zeros that come back", f"a cut, {self.budget}", "Leave regrow out.", "regrow")
 
     @property
     def is_mask(self) -> bool:
@@ -97,12 +99,19 @@ class Pruner:
         if is_sharded(loop.model):
             remedy = "Mask the model before sharding it; its zeros are held."
             raise explain("a whole model to rank", "one that is sharded", remedy, "schedule")
-        mask_(loop.plain, budget, pattern=step.pattern, **step.options)
-        for tensor in loop.plain.state_dict().values():  # scores from data may differ by process
-            broadcast(tensor)
-        if self.mend:
-            refresh_norms_(loop.plain, self.mend)
-        loop.rehold()
+
+        def mask_now() -> None:
+            mask_(loop.plain, budget, pattern=step.pattern, **step.options)
+            for tensor in loop.plain.state_dict().values():  # scores from data may differ by process
+                broadcast(tensor)
+            if self.mend:
+                refresh_norms_(loop.plain, self.mend)
+
+        if step.schedule.regrow:
+            loop.remask(mask_now)
+        else:
+            mask_now()
+            loop.rehold()
 
     def channels(self, loop: Loop, budget: Budget | None, step: Step) -> None:
         if is_sharded(loop.model):
@@ -147,7 +156,7 @@ def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, tota
     def at(index: int) -> Callable[[Loop], None]:
         def prune_now(loop: Loop) -> None:
             loop.changing = not step.is_mask and index + 1 < len(targets)
-            act(loop, targets[index], step)
+            act(loop, targets[min(index, len(targets) - 1)], step)
 
         return prune_now
 
@@ -207,6 +216,7 @@ def prune_and_recover(
     schedule: str = "one-shot",
     rounds: int = 1,
     until: float = 0.5,
+    regrow: float = 0.0,
     fade: float = 0.0,
     mend: Sequence[Any] = (),
     original_epochs: float | None = None,
@@ -234,12 +244,13 @@ def prune_and_recover(
     A sparsity makes zeros that stay, other budgets cut channels; ``options`` are further arguments of ``mask`` or
     ``prune``. ``distill=True`` learns from the model given, ``teacher=`` from another one, such as the dense model
     where one that was pruned before is pruned further. ``test(model)`` is noted beside ``validate(model)``, for the
-    report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``fade=0.3`` the channels to
-    cut shrink to nothing over the first 30% of the steps and are cut then. ``mend`` takes a few batches: after each
-    cut, what reads the removed channels is refitted on them and the statistics of batch norms are taken anew. With
-    ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
+    report. ``until`` is the part of a cubic schedule in which pruning goes on. With ``regrow=0.8`` masked weights
+    go on learning out of sight and may come back, in rounds up to 80% of the steps. With ``fade=0.3`` the channels
+    to cut shrink to nothing over the first 30% of the steps and are cut then. ``mend`` takes a few batches: after
+    each cut, what reads the removed channels is refitted on them and the statistics of batch norms are taken anew.
+    With ``checkpoint`` a call that was killed goes on where it was. Everything else is as in ``recover``.
     """
-    step = Step(budget, pattern, Schedule(schedule, rounds, until), dict(options or {}))
+    step = Step(budget, pattern, Schedule(schedule, rounds, until, regrow), dict(options or {}))
     if isinstance(mend, (torch.Tensor, str, Mapping)) or not isinstance(mend, Sequence):
         remedy = "For example mend=[batch for batch, _ in zip(loader, range(16))]."
         raise explain("a list of batches", type(mend).__name__, remedy, "mend")
@@ -248,6 +259,8 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
+    if regrow and chosen.mixed_precision == "fp16":
+        raise explain("bf16 or full precision", "fp16", "mixed_precision='bf16', or leave regrow out.", "regrow")
     learning = (temperature, share, chosen.weight_decay, chosen.clip)
     same = (
         budget,

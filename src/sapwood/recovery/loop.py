@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import nn
 from sapwood.capture.run import is_meta
 from sapwood.capture.skeleton import unwrap
 from sapwood.errors import explain
-from sapwood.masking.hold import Hold, hold, noted_masks, partly_zero
+from sapwood.masking.hold import Hold, held_weights, hold, noted_masks, partly_zero, plain_name
+from sapwood.masking.regrow import Regrow
 from sapwood.masking.targets import maskable
 from sapwood.recovery.distillation import Distillation
 from sapwood.recovery.fade import Fade
@@ -110,8 +111,7 @@ class Loop:
         """Hold the zeros the model has now."""
         noted = noted_masks(self.model)
         if self.held is not None and self.graphed is not None and len(noted) == len(self.held.held):
-            for weight, kept in self.held.held:  # more zeros in the same weights: what was captured reads them here
-                kept.copy_((weight.detach() != 0).to(torch.int8).neg_())
+            self.held.renew()  # more zeros in the same weights
             return
         if self.held is not None:
             self.held.release()
@@ -119,6 +119,30 @@ class Loop:
         self.held = hold(self.model, self.optimizer) if masked else None
         if self.graphed is not None:
             self.graphed.reset()
+
+    def remask(self, mask: Callable[[], object]) -> None:
+        """Mask anew, of weights as they would be if none had been masked before; all of them go on learning."""
+        if isinstance(self.held, Regrow):
+            whole = self.held.reveal()
+        else:
+            whole = {plain_name(n): p.detach().clone() for n, p in self.plain.named_parameters()}
+        mask()
+        self.regrow(whole)
+
+    def regrow(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Hold the zeros the model has now; what they were in ``whole`` goes on learning."""
+        if not isinstance(self.held, Regrow):
+            if self.held is not None:
+                self.held.release()
+            self.held = Regrow(held_weights(self.model), self.optimizer.optimizer)
+            if self.graphed is not None:
+                self.graphed.reset()
+        self.held.hide(whole)
+
+    @property
+    def hidden(self) -> dict[str, torch.Tensor]:
+        """What zeros would be that may come back."""
+        return dict(self.held.hidden) if isinstance(self.held, Regrow) else {}
 
     def fade(self, plan: Plan, steps: int, done: int = 0) -> None:
         """Let what reads the channels that the plan removes fade out over so many steps."""
@@ -205,10 +229,13 @@ class Loop:
             yield self.narrow.on()
 
     def _update(self) -> None:
+        growing = self.held if isinstance(self.held, Regrow) else None
+        if self.held is not None and (self.settings.clip is not None or growing is not None):
+            self.held.clear_gradients()
         if self.settings.clip is not None:
-            if self.held is not None:
-                self.held.clear_gradients()
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        if growing is not None:
+            growing.restore_gradients()
         align_gradients(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -13,11 +13,13 @@ KINDS = ("one-shot", "iterative", "cubic")
 class Schedule:
     """``one-shot`` prunes once; ``iterative`` prunes and recovers ``rounds`` times, the same share of what is left
     each time; ``cubic`` prunes in ``rounds`` steps over the first part of one recovery (``until``, half of it), most of
-    it early (Zhu & Gupta, 2017)."""
+    it early (Zhu & Gupta, 2017). With ``regrow`` zeros may come back, and rounds go on at the last sparsity, as far
+    apart as before, up to that part of the recovery."""
 
     kind: str = "one-shot"
     rounds: int = 1
     until: float = 0.5
+    regrow: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -29,6 +31,11 @@ class Schedule:
             raise explain("one round of a one-shot schedule", repr(self.rounds), remedy, "rounds")
         if not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
             raise explain("a share of the recovery", repr(self.until), "For example until=0.5.", "until")
+        known = isinstance(self.regrow, (int, float)) and (self.regrow == 0 or self.until <= self.regrow <= 1)
+        if not known or (self.regrow and self.kind != "cubic"):
+            got = f"regrow={self.regrow!r}, until={self.until!r}, schedule={self.kind!r}"
+            remedy = "For example schedule='cubic', rounds=40, regrow=0.8."
+            raise explain("a share of the recovery, from until to 1, on a cubic schedule", got, remedy, "regrow")
 
     def kept(self, final: float) -> list[float]:
         """What is left after each round, as fractions; the last is ``final`` itself."""
@@ -41,5 +48,7 @@ class Schedule:
     def moments(self, total: int) -> list[list[int]]:
         """For each phase of recovery, after which of its steps to prune; phases share ``total`` steps evenly."""
         if self.kind == "cubic":
-            return [[k * int(total * self.until) // self.rounds for k in range(self.rounds)]]
+            ramp = int(total * self.until)
+            rounds = max(self.rounds, int(self.rounds * self.regrow / self.until))
+            return [[k * ramp // self.rounds for k in range(rounds)]]
         return [[0] for _ in range(self.rounds)]
