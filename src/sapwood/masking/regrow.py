@@ -17,7 +17,7 @@ import torch
 
 from sapwood.masking.hold import Held, Hold
 
-PACE = 0.1
+PACE = 0.2
 """How far what is hidden moves in a step, at most, for each unit that the weights move which are seen."""
 
 
