@@ -69,20 +69,26 @@ class Regrow(Hold):
     @torch.no_grad()
     def clear_gradients(self) -> None:
         """Lays the gradients of zeros aside, until ``restore_gradients``."""
-        found = [(w.grad, one) for w, one in zip(self.weights.values(), self._ones.values()) if w.grad is not None]
-        grads, ones = [g for g, _ in found], [one for _, one in found]
-        seen = torch._foreach_mul(grads, ones)
+        grads = self._gradients()
+        if not grads:
+            return
+        seen = torch._foreach_mul(grads, [self._ones[n] for n, w in self.weights.items() if w.grad is not None])
         self._aside = [*torch._foreach_sub(grads, seen)]
         torch._foreach_copy_(grads, seen)
 
     @torch.no_grad()
     def restore_gradients(self) -> None:
         """After clipping: what was laid aside, at its pace."""
-        grads = [w.grad for w in self.weights.values() if w.grad is not None]
+        if not self._aside:
+            return
+        grads = self._gradients()
         norms = [torch.nn.utils.get_total_norm(part) for part in (grads, self._aside)]
         torch._foreach_mul_(self._aside, (PACE * norms[0] / norms[1].clamp_min(1e-30)).clamp(max=1.0))
         torch._foreach_add_(grads, self._aside)
         self._aside = []
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [w.grad for w in self.weights.values() if w.grad is not None]
 
 
 def _by_group(weights: Mapping[str, torch.Tensor], optimizer: Any) -> list[tuple[dict[str, Any], list[str]]]:

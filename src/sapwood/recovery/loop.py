@@ -229,6 +229,7 @@ class Loop:
             yield self.narrow.on()
 
     def _update(self) -> None:
+        align_gradients(self.optimizer)
         growing = self.held if isinstance(self.held, Regrow) else None
         if self.held is not None and (self.settings.clip is not None or growing is not None):
             self.held.clear_gradients()
@@ -236,7 +237,6 @@ class Loop:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         if growing is not None:
             growing.restore_gradients()
-        align_gradients(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
