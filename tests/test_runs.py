@@ -38,6 +38,7 @@ TINY = {
 }
 STEPS: dict[str, list[dict[str, Any]]] = {
     "gradual zeros": [{"sparsity": 0.7, "schedule": "cubic", "rounds": 3}],
+    "zeros that come back": [{"sparsity": 0.7, "schedule": "cubic", "rounds": 3, "until": 0.4, "regrow": 0.9}],
     "channels, then zeros": [
         {"channels": 0.6, "schedule": "iterative", "rounds": 2, "round_to": 4},
         {"pattern": "2:4"},
@@ -254,6 +255,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a latency in words": ({"prune": [{"latency": "fast"}]}, [], "or a time"),
     "batch": ({"prune": [{"channels": 0.5, "batch": 8}]}, [], "with a latency"),
     "backend": ({"prune": [{"latency": 0.5, "backend": "quick"}]}, [], "auto, eager"),
+    "zeros that come back at once": ({"prune": [{"sparsity": 0.5, "regrow": 0.8}]}, [], "cubic schedule"),
     "zeros that fade": ({"prune": [{"sparsity": 0.5, "fade": 0.5}]}, [], "channels that are cut once"),
     "mend": ({"prune": [{"channels": 0.5, "mend": 0}]}, [], "batches of at least 1"),
     "share": ({"recover": {"share": 0}}, [], "at most 1"),

@@ -16,7 +16,7 @@ import yaml
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
 from sapwood.measurement.backends import BACKENDS
-from sapwood.pipeline.shrink import Step, require_fading
+from sapwood.pipeline.shrink import Step, require_fading, require_regrowing
 from sapwood.planning.sharing import require_allocation
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
@@ -90,7 +90,7 @@ class PrunePart:
     """One of sparsity, channels, params, flops, latency (or an N:M pattern), and how.
 
     A latency is measured with ``batch`` examples at once (as many as the data's example has, if it is left out), by
-    ``backend``. ``fade`` and ``mend`` (a number of batches) are those of ``prune_and_recover``.
+    ``backend``. ``until``, ``regrow``, ``fade`` and ``mend`` (a number of batches) are those of ``prune_and_recover``.
     """
 
     sparsity: float | None = None
@@ -109,6 +109,8 @@ class PrunePart:
     round_to: int | str | None = None
     schedule: str = "one-shot"
     rounds: int = 1
+    until: float | None = None
+    regrow: float | None = None
     seed: int | None = None
     fade: float | None = None
     mend: int | None = None
@@ -142,7 +144,8 @@ class PrunePart:
             raise explain("a number of at least 1, with a latency", got, "For example 8.", "prune, batch")
         if self.mend is not None and self.mend < 1:
             raise explain("a number of batches of at least 1", repr(self.mend), "For example 16.", "prune, mend")
-        found = Step(budget, self.pattern, Schedule(self.schedule, self.rounds), chosen)
+        over = {k: v for k in ("until", "regrow") if (v := getattr(self, k)) is not None}
+        found = Step(budget, self.pattern, Schedule(self.schedule, self.rounds, **over), chosen)
         if self.fade is not None:
             require_fading(found, self.fade)
         return found
@@ -265,10 +268,10 @@ def _build(body: dict[str, Any], where: str) -> Recipe:
 
 def _require_sense(recipe: Recipe, where: str) -> None:
     """Say what is wrong with it now, not after an hour of training."""
-    for part in recipe.prune:
-        part.step()
     recipe.training(0)
-    recipe.recovery(0, 0)
+    recovery = recipe.recovery(0, 0)
+    for part in recipe.prune:
+        require_regrowing(part.step(), recovery)
     data, train, recover = recipe.data, recipe.train, recipe.recover
     limits = {
         "data.batch": (data.batch, data.batch >= 1, "at least 1"),

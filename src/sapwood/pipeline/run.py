@@ -27,10 +27,11 @@ from sapwood.masking.report import sparsity
 from sapwood.measurement import count
 from sapwood.measurement.counts import batch_of
 from sapwood.measurement.model_forms import with_batch
-from sapwood.pipeline.checkpoints import Checkpoint, fill, fill_optimizer, read_checkpoint, write_checkpoint
+from sapwood.pipeline.checkpoints import Checkpoint, fill, read_checkpoint, write_checkpoint
 from sapwood.pipeline.data import Data, load_data
 from sapwood.pipeline.details import DETAILS, LOOKS, details_of
 from sapwood.pipeline.figures import batch_for, environment, measured, summary
+from sapwood.pipeline.keeping import go_on
 from sapwood.pipeline.log import Log, Report, alone
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.prune import make_plan
@@ -255,11 +256,9 @@ class _Seed:
     ) -> None:
         """Train to the end, with a checkpoint after each epoch."""
         loop = session.loop
-        if found is not None and found.position is not None:
-            if stage == "train":
-                fill(loop.plain, found)
-            fill_optimizer(loop.plain, loop.optimizer.optimizer, found.optimizer)
-            session.go_to(found.position)
+        if found is not None and found.position is not None and stage == "train":
+            fill(loop.plain, found)
+        go_on(session, found)
         session.on_step = lambda step, total: self.log.tell(
             event="step", seed=self.seed, stage=stage, step=step, total=total
         )
@@ -269,7 +268,8 @@ class _Seed:
                 return
             plan = pruner.plan if isinstance(pruner, Pruner) else pruner
             position = session.position()
-            self._write(self.checkpoint, stage, loop.plain, plan, figures, loop.optimizer.optimizer, position)
+            state = (loop.optimizer.optimizer, position, loop.hidden)
+            self._write(self.checkpoint, stage, loop.plain, plan, figures, *state)
             for point in session.curve[points:]:
                 self.log({"event": "point", "seed": self.seed, "stage": stage, **vars(point)})
             self.log({"event": "epoch", "seed": self.seed, "stage": stage, "epoch": session.number})

@@ -182,6 +182,12 @@ def require_fading(step: Step, fade: float, again: bool = True) -> None:
         raise explain("a budget that gives the same plan every time", "a latency", remedy, "fade")
 
 
+def require_regrowing(step: Step, settings: Settings) -> None:
+    """Gradients that are scaled, as for fp16, cannot be laid aside while others are clipped."""
+    if step.schedule.regrow and settings.mixed_precision == "fp16":
+        raise explain("bf16 or full precision", "fp16", "mixed_precision='bf16', or leave regrow out.", "regrow")
+
+
 def fading_phase(plan: Plan, pruner: Pruner, total: int, share: float) -> Phase:
     """One recovery of ``total`` steps; over the first share of it the plan's channels fade out, then they are cut."""
     if total < 2:
@@ -259,8 +265,7 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
-    if regrow and chosen.mixed_precision == "fp16":
-        raise explain("bf16 or full precision", "fp16", "mixed_precision='bf16', or leave regrow out.", "regrow")
+    require_regrowing(step, chosen)
     learning = (temperature, share, chosen.weight_decay, chosen.clip)
     same = (
         budget,
