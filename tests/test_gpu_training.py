@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
+from sapwood.masking.targets import maskable
 from sapwood.recovery import TensorLoader, narrow, refit_, refresh_norms_
 from sapwood.recovery.graphs import GraphedStep
 from sapwood.recovery.loop import Loop, Settings
@@ -326,7 +327,7 @@ def regrown(graph: bool) -> tuple[list[float], Loop]:
     loop = Loop(slim(), TensorLoader(x.cuda(), y.cuda(), 32, shuffle=False), settings)
     found = []
     for number, share in enumerate((0.3, 0.5, 0.7, 0.8, 0.8, 0.8)):
-        loop.remask(lambda: sw.mask_(loop.plain, sw.Budget(sparsity=share)))  # noqa: B023
+        loop.remask(lambda: sw.mask_(loop.plain, sw.Budget(sparsity=share)), maskable(loop.plain))  # noqa: B023
         found += [float(event["losses"][-1]) for event in loop.epoch(number, 8 * number, 48)]
         assert sw.sparsity(loop.plain).total == pytest.approx(share, abs=1e-3)
     return found, loop

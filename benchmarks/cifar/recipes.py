@@ -201,8 +201,8 @@ CHOICES: dict[str, Choice] = {
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, zeros from sparse, few and fewest from zeros, tenth from few. All but these three are of a time when
-gradients of zeros counted in clipping."""
+from shape, zeros from sparse, few, fewest and tenth from zeros. All but these three are of a time when gradients of
+zeros counted in clipping."""
 
 POINTS: dict[str, Recipe] = {
     **FIRST,

@@ -10,10 +10,11 @@ slowly, all of it together no further in a step than PACE times as far as what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from sapwood.masking.hold import Held, Hold
 
@@ -22,73 +23,69 @@ PACE = 0.2
 
 
 class Regrow(Hold):
-    """Holds zeros and keeps what they would be, ``hidden``, by name; where a weight is not zero, that is zero."""
+    """Holds zeros and keeps what those of the weights named would be, ``hidden``, which is zero where a weight is not.
 
-    def __init__(self, held: Mapping[str, Held], optimizer: torch.optim.Optimizer) -> None:
+    Hidden weights fade by the learning rate times the weight decay in every step.
+    """
+
+    def __init__(self, held: Mapping[str, Held], optimizer: torch.optim.Optimizer, growing: Iterable[str]) -> None:
         super().__init__(list(held.values()), optimizer)
-        self.weights = {name: weight for name, (weight, _) in held.items()}
+        self.weights = {name: held[name][0] for name in growing}
         self.hidden = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        self._ones = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self._before = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self._groups = _by_group(self.weights, optimizer)
         self._aside: list[torch.Tensor] = []
-        self.renew()
 
     @torch.no_grad()
-    def renew(self) -> None:
-        super().renew()
-        for name, weight in self.weights.items():
-            self._ones[name].copy_(weight != 0)
-
-    @torch.no_grad()
-    def reveal(self) -> dict[str, torch.Tensor]:
-        """Put everything back as it would be by now, for the next masking; gives copies, for ``hide``."""
+    def reveal(self) -> None:
+        """Put everything back as it would be by now, for the next masking; then ``hide``."""
         for name, weight in self.weights.items():
             weight.add_(self.hidden[name])
-        return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     @torch.no_grad()
-    def hide(self, whole: Mapping[str, torch.Tensor]) -> None:
-        """What was masked since ``whole`` was the weights goes on learning; in the same memory, as ``renew``."""
-        for name, weight in self.weights.items():
-            self.hidden[name].copy_(whole[name]).sub_(weight)
+    def hide(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Hold the zeros there are now, and let them go on from these values; in the same memory, as ``renew``."""
         self.renew()
+        for name, weight in self.weights.items():
+            self.hidden[name].copy_(values[name]).masked_fill_(weight != 0, 0)
+            self._before[name].copy_(weight)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """After a step: its part that went to zeros is added to what they would be, which decays as weights do."""
-        weights, hidden, ones = ([*found.values()] for found in (self.weights, self.hidden, self._ones))
+        """After a step: zeros are put back, and what it did to them goes to what is hidden, at its pace."""
+        weights, hidden, before = ([*found.values()] for found in (self.weights, self.hidden, self._before))
+        moved = torch._foreach_mul(weights, 1.0)
+        super().apply()
+        torch._foreach_sub_(moved, weights)
+        seen = get_total_norm(torch._foreach_sub(weights, before))
+        torch._foreach_mul_(moved, (PACE * seen / get_total_norm(moved).clamp_min(1e-30)).clamp(max=1.0))
         for group, names in self._groups:
             left = 1 - group["lr"] * group.get("weight_decay", 0.0)
             scale = left.view(()) if isinstance(left, torch.Tensor) else left
             torch._foreach_mul_([self.hidden[n] for n in names], scale)
-        seen = torch._foreach_mul(weights, ones)
-        torch._foreach_add_(hidden, weights)
-        torch._foreach_sub_(hidden, seen)
-        torch._foreach_copy_(weights, seen)
+        torch._foreach_add_(hidden, moved)
+        torch._foreach_copy_(before, weights)
 
     @torch.no_grad()
     def clear_gradients(self) -> None:
         """Lays the gradients of zeros aside, until ``restore_gradients``."""
         grads = self._gradients()
-        if not grads:
-            return
-        seen = torch._foreach_mul(grads, [self._ones[n] for n, w in self.weights.items() if w.grad is not None])
-        self._aside = [*torch._foreach_sub(grads, seen)]
-        torch._foreach_copy_(grads, seen)
+        self._aside = list(torch._foreach_mul(grads, 1.0)) if grads else []
+        super().clear_gradients()
+        if grads:
+            torch._foreach_sub_(self._aside, grads)
 
     @torch.no_grad()
-    def restore_gradients(self) -> None:
-        """After clipping: what was laid aside, at its pace."""
-        if not self._aside:
-            return
-        grads = self._gradients()
-        norms = [torch.nn.utils.get_total_norm(part) for part in (grads, self._aside)]
-        torch._foreach_mul_(self._aside, (PACE * norms[0] / norms[1].clamp_min(1e-30)).clamp(max=1.0))
-        torch._foreach_add_(grads, self._aside)
-        self._aside = []
+    def restore_gradients(self, scale: torch.Tensor) -> None:
+        """What was laid aside, scaled as clipping has scaled the others."""
+        if self._aside:
+            torch._foreach_mul_(self._aside, scale)
+            torch._foreach_add_(self._gradients(), self._aside)
+            self._aside = []
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [w.grad for w in self.weights.values() if w.grad is not None]
+        grads = (weight.grad for weight in self.weights.values())
+        return [grad for grad in grads if grad is not None and grad.layout == torch.strided]
 
 
 def _by_group(weights: Mapping[str, torch.Tensor], optimizer: Any) -> list[tuple[dict[str, Any], list[str]]]:

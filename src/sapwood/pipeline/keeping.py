@@ -73,4 +73,4 @@ def go_on(session: Session, found: Checkpoint | None) -> None:
         fill_optimizer(session.loop.plain, session.loop.optimizer.optimizer, found.optimizer)
         session.go_to(found.position)
         if found.hidden:
-            session.loop.regrow({n: found.weights[n] + hidden for n, hidden in found.hidden.items()})
+            session.loop.regrow(found.hidden)

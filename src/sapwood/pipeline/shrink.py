@@ -16,6 +16,7 @@ from sapwood.capture.skeleton import named_tensors
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.masking.patterns import parse
+from sapwood.masking.targets import maskable
 from sapwood.pipeline.keeping import Keeper, go_on, restored, told
 from sapwood.pipeline.prune import make_plan, prune
 from sapwood.planning.sharing import UniformOf
@@ -46,13 +47,16 @@ class Step:
 
     def __post_init__(self) -> None:
         kind = parse(self.pattern)
+        if self.schedule.regrow and (kind.is_nm or not self.is_mask):
+            got = self.pattern if kind.is_nm else f"a cut, {self.budget}"
+            raise explain("single zeros or blocks, which can come back", got, "Leave regrow out.", "regrow")
         if not self.is_mask and self.pattern != "unstructured":
             raise explain(
                 "a pattern of zeros with a sparsity", f"{self.pattern} with {self.budget}", "Drop one.", "prune"
             )
         if self.budget is None and not kind.is_nm:
             raise explain("a budget", "none", "For example sparsity: 0.9 or channels: 0.5.", "prune")
-        if isinstance(self.options.get("calibration"), Iterator) and self.schedule.rounds > 1:
+        if isinstance(self.options.get("calibration"), Iterator) and self.schedule.times > 1:
             got, remedy = "an iterator, which is used up after the first", "Pass a list or a data loader."
             raise explain("batches for every round", got, remedy, "calibration")
         if self.budget is not None and self.budget.kind == "latency" and self.schedule.kind != "one-shot":
@@ -64,12 +68,19 @@ class Step:
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")
-        if self.schedule.regrow and not self.is_mask:
-            raise explain("zeros that come back", f"a cut, {self.budget}", "Leave regrow out.", "regrow")
 
     @property
     def is_mask(self) -> bool:
         return self.budget is None or self.budget.kind == "sparsity"
+
+    def masked(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The weights that this masks."""
+        return maskable(model, self.options.get("include", ()), self.options.get("ignore", ()))
+
+    def zeros_in(self, model: nn.Module) -> float:
+        """The share of zeros among these."""
+        weights = [w.detach() for w in self.masked(model).values()]
+        return 1 - sum(int(w.count_nonzero()) for w in weights) / sum(w.numel() for w in weights)
 
     def targets(self, model: nn.Module, example_inputs: Any) -> Sequence[Budget | None]:
         """The budget of each round, in terms of the dense model."""
@@ -77,7 +88,9 @@ class Step:
             return [self.budget]
         kind, value = self.budget.kind, float(getattr(self.budget, self.budget.kind))
         if kind == "sparsity":
-            return [Budget(sparsity=1 - left) for left in self.schedule.kept(1 - value)[:-1]] + [self.budget]
+            there = self.zeros_in(model) if self.schedule.regrow else 0.0  # else they are the first to be zero anyway
+            rounds = [*(1 - left for left in self.schedule.kept(1 - value)[:-1]), value]
+            return [Budget(sparsity=max(there, share)) for share in rounds]
         dense = make_plan(model, example_inputs, Budget(channels=1.0)).achieved[f"dense_{kind}"]
         left = self.schedule.kept(self.budget.limit(dense) / dense)
         if kind == "channels" and self.options.get("allocate") == "uniform":
@@ -95,7 +108,7 @@ class Pruner:
         self.example, self.plan, self.mend = example_inputs, plan, mend
         self.before = None if before is None else shapes_of(before)
 
-    def zeros(self, loop: Loop, budget: Budget | None, step: Step) -> None:
+    def zeros(self, loop: Loop, budget: Budget | None, step: Step, last: bool) -> None:
         if is_sharded(loop.model):
             remedy = "Mask the model before sharding it; its zeros are held."
             raise explain("a whole model to rank", "one that is sharded", remedy, "schedule")
@@ -108,7 +121,7 @@ class Pruner:
                 refresh_norms_(loop.plain, self.mend)
 
         if step.schedule.regrow:
-            loop.remask(mask_now)
+            loop.remask(mask_now, step.masked(loop.plain), last)
         else:
             mask_now()
             loop.rehold()
@@ -151,12 +164,15 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def phases_of(step: Step, targets: Sequence[Budget | None], pruner: Pruner, total: int) -> list[Phase]:
     """The phases of a recovery of ``total`` steps, with what is pruned when."""
     moments = step.schedule.moments(total)
-    act = pruner.zeros if step.is_mask else pruner.channels
 
     def at(index: int) -> Callable[[Loop], None]:
         def prune_now(loop: Loop) -> None:
-            loop.changing = not step.is_mask and index + 1 < len(targets)
-            act(loop, targets[min(index, len(targets) - 1)], step)
+            target, last = targets[min(index, len(targets) - 1)], index + 1 == step.schedule.times
+            loop.changing = not step.is_mask and not last
+            if step.is_mask:
+                pruner.zeros(loop, target, step, last)
+            else:
+                pruner.channels(loop, target, step)
 
         return prune_now
 

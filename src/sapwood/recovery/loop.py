@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,24 +120,34 @@ class Loop:
         if self.graphed is not None:
             self.graphed.reset()
 
-    def remask(self, mask: Callable[[], object]) -> None:
-        """Mask anew, of weights as they would be if none had been masked before; all of them go on learning."""
+    def remask(self, mask: Callable[[], object], names: Iterable[str], last: bool = False) -> None:
+        """Mask anew, these weights as they would be if none of them had been masked before; unless it is the last
+        time, what is masked goes on learning."""
         if isinstance(self.held, Regrow):
-            whole = self.held.reveal()
-        else:
-            whole = {plain_name(n): p.detach().clone() for n, p in self.plain.named_parameters()}
+            self.held.reveal()
+        weights = {plain_name(n): p for n, p in self.plain.named_parameters()}
+        whole = {name: weights[name].detach().clone() for name in map(plain_name, names)}
         mask()
-        self.regrow(whole)
+        if not last:
+            self.regrow(whole)
+            return
+        if self.held is not None:
+            self.held.release()
+        self.held = None
+        self.rehold()
 
-    def regrow(self, whole: Mapping[str, torch.Tensor]) -> None:
-        """Hold the zeros the model has now; what they were in ``whole`` goes on learning."""
+    def regrow(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Hold the zeros the model has now, and let those of the weights named go on from these values."""
+        if self.accelerator.mixed_precision == "fp16":
+            remedy = "mixed_precision='bf16', or leave regrow out."
+            raise explain("gradients that are not scaled, to lay some aside", "fp16", remedy, "regrow")
         if not isinstance(self.held, Regrow):
             if self.held is not None:
                 self.held.release()
-            self.held = Regrow(held_weights(self.model), self.optimizer.optimizer)
+            self.held = Regrow(held_weights(self.model), self.optimizer.optimizer, values)
             if self.graphed is not None:
                 self.graphed.reset()
-        self.held.hide(whole)
+        self.held.hide(values)
 
     @property
     def hidden(self) -> dict[str, torch.Tensor]:
@@ -230,13 +240,12 @@ class Loop:
 
     def _update(self) -> None:
         align_gradients(self.optimizer)
-        growing = self.held if isinstance(self.held, Regrow) else None
-        if self.held is not None and (self.settings.clip is not None or growing is not None):
-            self.held.clear_gradients()
         if self.settings.clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        if growing is not None:
-            growing.restore_gradients()
+            if self.held is not None:
+                self.held.clear_gradients()
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            if isinstance(self.held, Regrow):
+                self.held.restore_gradients((self.settings.clip / (norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
 

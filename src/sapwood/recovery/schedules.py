@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sapwood.errors import explain
@@ -31,11 +32,17 @@ class Schedule:
             raise explain("one round of a one-shot schedule", repr(self.rounds), remedy, "rounds")
         if not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
             raise explain("a share of the recovery", repr(self.until), "For example until=0.5.", "until")
-        known = isinstance(self.regrow, (int, float)) and (self.regrow == 0 or self.until <= self.regrow <= 1)
+        number = isinstance(self.regrow, (int, float)) and not isinstance(self.regrow, bool)
+        known = number and (self.regrow == 0 or self.until <= self.regrow <= 1)
         if not known or (self.regrow and self.kind != "cubic"):
             got = f"regrow={self.regrow!r}, until={self.until!r}, schedule={self.kind!r}"
             remedy = "For example schedule='cubic', rounds=40, regrow=0.8."
             raise explain("a share of the recovery, from until to 1, on a cubic schedule", got, remedy, "regrow")
+
+    @property
+    def times(self) -> int:
+        """How often it prunes: once a round, and with ``regrow`` as often again as there is room for."""
+        return max(self.rounds, math.ceil(self.rounds * self.regrow / self.until - 1e-9))
 
     def kept(self, final: float) -> list[float]:
         """What is left after each round, as fractions; the last is ``final`` itself."""
@@ -48,7 +55,5 @@ class Schedule:
     def moments(self, total: int) -> list[list[int]]:
         """For each phase of recovery, after which of its steps to prune; phases share ``total`` steps evenly."""
         if self.kind == "cubic":
-            ramp = int(total * self.until)
-            rounds = max(self.rounds, int(self.rounds * self.regrow / self.until))
-            return [[k * ramp // self.rounds for k in range(rounds)]]
+            return [[k * int(total * self.until) // self.rounds for k in range(self.times)]]
         return [[0] for _ in range(self.rounds)]
