@@ -106,7 +106,8 @@ def test_many_rounds_end_where_one_does(rounds: int, left: float, ignore: tuple[
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_later_step_shares_out_what_it_finds(rounds: int) -> None:
     """Not what there was before an earlier one, which had cut one layer more than the others."""
-    from sapwood.pipeline.shrink import Pruner, Step
+    from sapwood.pipeline.shrink import Pruner
+    from sapwood.pipeline.steps import Step
     from sapwood.recovery.loop import Loop, Settings
 
     loader, x, _ = blobs(64)
@@ -156,7 +157,8 @@ def test_what_was_pruned_is_pruned_further_and_taught_by_the_dense_model(trained
 
 
 def test_the_optimizer_follows_a_cut_between_rounds(trained: nn.Module) -> None:
-    from sapwood.pipeline.shrink import Pruner, Step
+    from sapwood.pipeline.shrink import Pruner
+    from sapwood.pipeline.steps import Step
     from sapwood.recovery.loop import Loop, Settings
 
     loader, x, _ = blobs()

@@ -16,7 +16,7 @@ import yaml
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
 from sapwood.measurement.backends import BACKENDS
-from sapwood.pipeline.shrink import Step, require_fading, require_regrowing
+from sapwood.pipeline.steps import Step, require_fading, require_regrowing
 from sapwood.planning.sharing import require_allocation
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate

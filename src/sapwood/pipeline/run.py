@@ -36,7 +36,8 @@ from sapwood.pipeline.log import Log, Report, alone
 from sapwood.pipeline.models import named_model
 from sapwood.pipeline.prune import make_plan
 from sapwood.pipeline.recipe import PrunePart, Recipe, read_recipe
-from sapwood.pipeline.shrink import EMPTY, Pruner, Step, fading_phase, phases_of
+from sapwood.pipeline.shrink import EMPTY, Pruner, fading_phase, phases_of
+from sapwood.pipeline.steps import Step
 from sapwood.recovery.loaders import seed_all
 from sapwood.recovery.loop import Loop
 from sapwood.recovery.recover import require_batches

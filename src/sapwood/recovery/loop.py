@@ -113,10 +113,13 @@ class Loop:
         if self.held is not None and self.graphed is not None and len(noted) == len(self.held.held):
             self.held.renew()  # more zeros in the same weights
             return
+        masked = noted or any(partly_zero(p.detach()) for p in maskable(self.plain).values())
+        self._hold_by(hold(self.model, self.optimizer) if masked else None)
+
+    def _hold_by(self, held: Hold | None) -> None:
         if self.held is not None:
             self.held.release()
-        masked = noted or any(partly_zero(p.detach()) for p in maskable(self.plain).values())
-        self.held = hold(self.model, self.optimizer) if masked else None
+        self.held = held
         if self.graphed is not None:
             self.graphed.reset()
 
@@ -128,26 +131,21 @@ class Loop:
         weights = {plain_name(n): p for n, p in self.plain.named_parameters()}
         whole = {name: weights[name].detach().clone() for name in map(plain_name, names)}
         mask()
-        if not last:
+        if last:
+            self._hold_by(hold(self.model, self.optimizer))
+        else:
             self.regrow(whole)
-            return
-        if self.held is not None:
-            self.held.release()
-        self.held = None
-        self.rehold()
 
     def regrow(self, values: Mapping[str, torch.Tensor]) -> None:
         """Hold the zeros the model has now, and let those of the weights named go on from these values."""
         if self.accelerator.mixed_precision == "fp16":
             remedy = "mixed_precision='bf16', or leave regrow out."
             raise explain("gradients that are not scaled, to lay some aside", "fp16", remedy, "regrow")
-        if not isinstance(self.held, Regrow):
-            if self.held is not None:
-                self.held.release()
-            self.held = Regrow(held_weights(self.model), self.optimizer.optimizer, values)
-            if self.graphed is not None:
-                self.graphed.reset()
-        self.held.hide(values)
+        growing = self.held if isinstance(self.held, Regrow) else None
+        if growing is None:
+            growing = Regrow(held_weights(self.model), self.optimizer.optimizer, values)
+            self._hold_by(growing)
+        growing.hide(values)
 
     @property
     def hidden(self) -> dict[str, torch.Tensor]:
