@@ -63,7 +63,7 @@ def test_what_is_hidden_is_what_training_all_weights_by_these_gradients_gives(
 def test_what_is_hidden_moves_at_its_pace(clip: float | None, optimizer: str) -> None:
     model = linear()
     loop = Loop(model, batches(12), Settings(0.1, optimizer, weight_decay=0.0, clip=clip), loss=loss)
-    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), ["weight"])
+    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), {"weight": model.weight})
     seen, hidden, slower = model.weight.detach().clone(), loop.hidden["weight"].clone(), 0
     for _ in loop.epoch(0, 0, 12):
         far, unseen = (model.weight - seen).norm(), (loop.hidden["weight"] - hidden).norm()
@@ -89,7 +89,7 @@ def test_clipping_counts_what_is_seen_and_scales_all(monkeypatch: pytest.MonkeyP
     model = linear()
     loop = Loop(model, batches(1), Settings(1.0, weight_decay=0.0, clip=1e-3), loss=loss)
     whole = model.weight.detach().clone()
-    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), ["weight"])
+    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), {"weight": model.weight})
     masked, kept = model.weight.detach().clone(), model.weight.detach() != 0
     gradient = torch.autograd.grad(loss(model, batches(1)[0]), model.weight)[0]
     (event,) = loop.epoch(0, 0, 1)
@@ -102,7 +102,7 @@ def test_zeros_are_zeros_by_their_bits_whatever_their_gradients() -> None:
     """-0.0 would be stored as a number; and what is not a number stays out of sight, and is told at the next round."""
     model = linear()
     loop = Loop(model, batches(1), Settings(0.1, clip=1.0), loss=loss)
-    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), ["weight"])
+    loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), {"weight": model.weight})
     kept = model.weight.detach() != 0
     model.weight.grad = torch.ones(4, 8)
     loop._update()
@@ -111,7 +111,7 @@ def test_zeros_are_zeros_by_their_bits_whatever_their_gradients() -> None:
     loop._update()
     assert model.weight.isfinite().all() and torch.equal(model.weight != 0, kept)
     with pytest.raises(sw.SapwoodError, match="numbers"):
-        loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), ["weight"])
+        loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), {"weight": model.weight})
 
 
 def needing_small_weights() -> tuple[nn.Linear, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -183,7 +183,7 @@ def test_after_the_last_round_nothing_is_hidden_any_more() -> None:
     model = linear()
     loop = Loop(model, batches(2), Settings(0.1), loss=loss)
     for last in (False, True):
-        loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), ["weight"], last)
+        loop.remask(lambda: sw.mask_(model, sw.Budget(sparsity=0.75)), {"weight": model.weight}, last)
         assert bool(loop.hidden) is not last and loop.held is not None
     zeros = model.weight == 0
     for _ in loop.epoch(0, 0, 2):

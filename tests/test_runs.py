@@ -255,6 +255,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a latency in words": ({"prune": [{"latency": "fast"}]}, [], "or a time"),
     "batch": ({"prune": [{"channels": 0.5, "batch": 8}]}, [], "with a latency"),
     "backend": ({"prune": [{"latency": 0.5, "backend": "quick"}]}, [], "auto, eager"),
+    "zeros that come back in fp16": (
+        {
+            "prune": [{"sparsity": 0.5, "schedule": "cubic", "rounds": 2, "regrow": 0.8}],
+            "recover": {"mixed_precision": "fp16"},
+        },
+        [],
+        "bf16 or full precision",
+    ),
     "zeros that come back at once": ({"prune": [{"sparsity": 0.5, "regrow": 0.8}]}, [], "cubic schedule"),
     "zeros that fade": ({"prune": [{"sparsity": 0.5, "fade": 0.5}]}, [], "channels that are cut once"),
     "mend": ({"prune": [{"channels": 0.5, "mend": 0}]}, [], "batches of at least 1"),

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import sapwood as sw
@@ -35,11 +36,10 @@ def smaller(images: Images, count: int) -> Images:
 
 def dense(path: Path, loader: TensorLoader) -> nn.Module:
     if not path.exists():
-        from safetensors.torch import save_file
-
         torch.manual_seed(0)
         model = ResNet(BLOCKS)
         sw.recover(model, loader, lr=0.1, epochs=40, anneal="cosine", warmup=0.02)
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), path)
     return base(path, BLOCKS)
 

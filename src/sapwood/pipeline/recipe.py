@@ -16,11 +16,12 @@ import yaml
 from sapwood.errors import SapwoodError, explain
 from sapwood.masking.mask import SCOPES
 from sapwood.measurement.backends import BACKENDS
-from sapwood.pipeline.steps import Step, require_fading, require_regrowing
+from sapwood.pipeline.steps import Step, require_fading
 from sapwood.planning.sharing import require_allocation
 from sapwood.recovery.loop import Settings
 from sapwood.recovery.rates import Rate
 from sapwood.recovery.schedules import Schedule
+from sapwood.recovery.settings import require_unscaled
 from sapwood.scoring.elements import NAMES as ELEMENT_SCORES
 from sapwood.scoring.weights import NAMES as CHANNEL_SCORES
 from sapwood.types import Budget
@@ -271,7 +272,8 @@ def _require_sense(recipe: Recipe, where: str) -> None:
     recipe.training(0)
     recovery = recipe.recovery(0, 0)
     for part in recipe.prune:
-        require_regrowing(part.step(), recovery)
+        if part.step().schedule.regrow:
+            require_unscaled(recovery.mixed_precision)
     data, train, recover = recipe.data, recipe.train, recipe.recover
     limits = {
         "data.batch": (data.batch, data.batch >= 1, "at least 1"),

@@ -17,7 +17,7 @@ from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.pipeline.keeping import Keeper, go_on, restored, told
 from sapwood.pipeline.prune import make_plan, prune
-from sapwood.pipeline.steps import Step, require_fading, require_regrowing
+from sapwood.pipeline.steps import Step, require_fading
 from sapwood.planning.sharing import UniformOf
 from sapwood.recovery.loop import Loop, Settings, is_sharded
 from sapwood.recovery.mending import refit_, refresh_norms_
@@ -25,6 +25,7 @@ from sapwood.recovery.rates import Rate
 from sapwood.recovery.recover import epochs_of, require_batches
 from sapwood.recovery.schedules import Schedule
 from sapwood.recovery.session import MARKS, Phase, Point, Session, Validate, steps_for
+from sapwood.recovery.settings import require_unscaled
 from sapwood.scoring.data import Loss
 from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
@@ -200,7 +201,8 @@ def prune_and_recover(
     total_epochs = epochs_of(original_epochs, fraction, epochs)
     require_batches(train_loader)
     chosen = Settings(lr=lr, rate=Rate(rate, anneal, warmup), **settings)
-    require_regrowing(step, chosen)
+    if regrow:
+        require_unscaled(chosen.mixed_precision)
     learning = (temperature, share, chosen.weight_decay, chosen.clip)
     same = (
         budget,

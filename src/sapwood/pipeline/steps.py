@@ -14,7 +14,6 @@ from sapwood.masking.patterns import parse
 from sapwood.masking.targets import maskable
 from sapwood.pipeline.prune import make_plan
 from sapwood.recovery.schedules import Schedule
-from sapwood.recovery.settings import Settings
 from sapwood.types import Budget
 
 
@@ -90,9 +89,3 @@ def require_fading(step: Step, fade: float, again: bool = True) -> None:
     if again and step.budget is not None and step.budget.kind == "latency":
         remedy = "Leave fade out, or ask for the FLOPs of a plan for this latency."
         raise explain("a budget that gives the same plan every time", "a latency", remedy, "fade")
-
-
-def require_regrowing(step: Step, settings: Settings) -> None:
-    """Gradients that are scaled, as for fp16, cannot be laid aside while others are clipped."""
-    if step.schedule.regrow and settings.mixed_precision == "fp16":
-        raise explain("bf16 or full precision", "fp16", "mixed_precision='bf16', or leave regrow out.", "regrow")

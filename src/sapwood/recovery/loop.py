@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from sapwood.recovery.layout import align_gradients, align_state
 from sapwood.recovery.loaders import own_order, prepared, seed_all
 from sapwood.recovery.narrow import NarrowConvolutions
 from sapwood.recovery.regions import Compiled
-from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer
+from sapwood.recovery.settings import MakeOptimizer, Settings, make_accelerator, make_optimizer, require_unscaled
 from sapwood.scoring.data import Loss, default_loss
 from sapwood.surgery.optimizer import cut_optimizer
 from sapwood.types import Plan
@@ -123,13 +123,12 @@ class Loop:
         if self.graphed is not None:
             self.graphed.reset()
 
-    def remask(self, mask: Callable[[], object], names: Iterable[str], last: bool = False) -> None:
+    def remask(self, mask: Callable[[], object], weights: Mapping[str, torch.Tensor], last: bool = False) -> None:
         """Mask anew, these weights as they would be if none of them had been masked before; unless it is the last
         time, what is masked goes on learning."""
         if isinstance(self.held, Regrow):
             self.held.reveal()
-        weights = {plain_name(n): p for n, p in self.plain.named_parameters()}
-        whole = {name: weights[name].detach().clone() for name in map(plain_name, names)}
+        whole = {plain_name(name): weight.detach().clone() for name, weight in weights.items()}
         mask()
         if last:
             self._hold_by(hold(self.model, self.optimizer))
@@ -138,9 +137,7 @@ class Loop:
 
     def regrow(self, values: Mapping[str, torch.Tensor]) -> None:
         """Hold the zeros the model has now, and let those of the weights named go on from these values."""
-        if self.accelerator.mixed_precision == "fp16":
-            remedy = "mixed_precision='bf16', or leave regrow out."
-            raise explain("gradients that are not scaled, to lay some aside", "fp16", remedy, "regrow")
+        require_unscaled(self.accelerator.mixed_precision)
         growing = self.held if isinstance(self.held, Regrow) else None
         if growing is None:
             growing = Regrow(held_weights(self.model), self.optimizer.optimizer, values)

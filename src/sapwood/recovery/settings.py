@@ -65,6 +65,12 @@ class Settings:
             raise explain("steps of one batch in bf16 or full precision", got, "Leave graph out.", "graph")
 
 
+def require_unscaled(mixed_precision: str) -> None:
+    """Zeros that may come back: gradients that are scaled cannot be laid aside while others are clipped."""
+    if mixed_precision == "fp16":
+        raise explain("bf16 or full precision", "fp16", "mixed_precision='bf16', or leave regrow out.", "regrow")
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
