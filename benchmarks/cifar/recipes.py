@@ -172,11 +172,9 @@ _CUTS = {**_SETTINGS, "allocate": ("uniform", "global"), "clip": (1.0, 0.0)}
 _ONCE = replace(_AT_ONCE, sparsity=0.9, clip=1.0)
 _HARDER = {"mixup": (0.2, 0.5), "cutout": (0, 8)}
 _FEW = replace(_ZEROS, clip=1.0, rounds=100, until=0.5)
-_CUT = Recipe(
-    epochs=20, schedule="cubic", until=0.3, lr=0.05, rounds=6, mend=16, mixup=0.5, cutout=8
-)  # as cut found
-_WHERE = {"allocate": ("uniform", "global"), "inner": (False, True), "score": ("l1", "l2")}
-PEERS = ("2.11", "2.57", "4")
+_CUT = Recipe(epochs=20, inner=False, schedule="cubic", rounds=6, mend=16, lr=0.05, mixup=0.5, cutout=8)  # by cut
+_WHERE = {"2.11": (0.3, 0.8), "2.57": (0.2, 0.6), "4": (0.0, 0.4)}
+"""How much less is cut late in the network, to be tried where we are compared with Torch-Pruning."""
 _CHOSEN = {"regrow": (0.0, 0.8), "score": ("magnitude", "lamp")}
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
@@ -204,7 +202,12 @@ CHOICES: dict[str, Choice] = {
         {"lr": (0.06, 0.2), "mixup": (0.0, 0.3), "weight_decay": (5e-4, 1e-4), **_CHOSEN},
     ),
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
-    **{f"at{_fewer.replace('.', '')}": Choice(replace(_CUT, fewer=float(_fewer)), _WHERE) for _fewer in PEERS},
+    **{
+        f"late{fewer.replace('.', '')}": Choice(
+            replace(_CUT, fewer=float(fewer)), {"late": late, "until": (0.3, 0.1), "score": ("l1", "l2")}
+        )
+        for fewer, late in _WHERE.items()
+    },
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
 from shape, zeros from sparse, few, fewest and tenth from zeros. All but these three are of a time when gradients of
@@ -239,9 +242,9 @@ for (_fewer, _epochs), _target in STRUCTURED.items():
 POINTS["even-4-200"] = Recipe(
     fewer=4.0, epochs=200, mend=8, lr=0.05, inner=False, last=0.75, mixup=0.5, cutout=8, target=93.0
 )  # as shape found, with even widths in place of late: half of all, and a little less in the last block, which makes 4
-for _fewer in PEERS:
+for _fewer in _WHERE:
     POINTS[f"ours-{_fewer}-40"] = Recipe(way="shape", fewer=float(_fewer), epochs=40)  # run before there was cut
-    POINTS[f"at-{_fewer}-20"] = Recipe(way=f"at{_fewer.replace('.', '')}", fewer=float(_fewer), epochs=20)
+    POINTS[f"late-{_fewer}-20"] = Recipe(way=f"late{_fewer.replace('.', '')}", fewer=float(_fewer), epochs=20)
     POINTS[f"cut-{_fewer}-20"] = Recipe(way="cut", fewer=float(_fewer), epochs=20)
     for _method in ("l1", "group", "sparse"):
         POINTS[f"theirs-{_fewer}-20-{_method}"] = replace(POINTS[f"cut-{_fewer}-20"], peer=_method)
