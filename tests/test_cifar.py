@@ -202,10 +202,39 @@ def test_a_point_goes_on_from_another(based: Path, monkeypatch: pytest.MonkeyPat
     one, two = (finished(place.events(name, 0)) or {} for name in ("first", "second"))
     assert (one["sparsity"], two["sparsity"]) == (0.5, 0.8) and (one["epochs"], two["epochs"]) == (3, 5)
     assert one["base_digest"] == two["base_digest"] != one["digest"]  # both are judged by the base
+    monkeypatch.setitem(POINTS, "third", replace(first, sparsity=0.8, epochs=2, taught="first"))
+    assert is_ready(POINTS["third"], place) and not is_ready(POINTS["third"], place, seed=1)
+    assert main(words(based, "--point", "third")) == 0
+    three = finished(place.events("third", 0)) or {}
+    assert three["epochs"] == 5 and three["base_digest"] == one["base_digest"]
+    monkeypatch.setitem(POINTS, "plain", replace(first, sparsity=0.8, epochs=2))
+    assert main(words(based, "--point", "plain")) == 0
+    taught = [finished(place.events(name, 0)) or {} for name in ("plain", "third", "second")]
+    assert len({run["digest"] for run in taught}) == 3  # another teacher, another start
     weights = load_file(place.end("first", 0))
     assert sum(int((w == 0).sum()) for n, w in weights.items() if w.dim() > 1) == pytest.approx(
         0.5 * sum(w.numel() for w in weights.values() if w.dim() > 1), abs=1
     )
+
+
+def test_a_point_waits_for_what_its_plan_chose(based: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(Path("random"), based / "out", based / "runs", kept=based / "kept", split="validation")
+    chosen: list[str | None] = [None]
+    monkeypatch.setattr(choosing, "best_levels", lambda way, place: chosen[0])
+    point = POINTS["again-90-200"]
+    assert not is_ready(point, place)
+    chosen[0] = "00111"
+    assert is_ready(point, place) and decided(point, place).all_epochs == 200
+    chosen[0] = "01000"
+    assert not is_ready(point, place) and decided(point, place).all_epochs == 300
+    chosen[0] = "11000"  # the same 100 epochs make both
+    assert decided(point, place).all_epochs == 300
+    assert main(words(based, "--point", "again-100", "--epochs", "1", "--set", "batch=64")) == 0
+    dense = finished(place.events("again-100_batch-64_epochs-1", 0)) or {}
+    assert dense["fewer_macs"] == 1 and dense["sparsity"] == 0
+    place.end("again-100", 0).parent.mkdir(exist_ok=True)
+    place.end("again-100", 0).touch()
+    assert is_ready(point, place) and not is_ready(point, place, seed=1)
 
 
 def test_epochs_add_up_and_sizes_are_those_of_the_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ def is_ready(recipe: Recipe, place: Place, seed: int = 0) -> bool:
     it goes on from."""
     if recipe.only == "train":
         return True
-    if recipe.after and not place.end(recipe.after, seed).exists():
+    if recipe.way and best_levels(recipe.way, place) is None:
         return False
     based = place.base.exists() and (place.split == "test" or done(place, "base", 0) is not None)
-    return based and (not recipe.way or best_levels(recipe.way, place) is not None)
+    return based and all(place.end(name, seed).exists() for name in decided(recipe, place).needed)
 
 
 def decided(recipe: Recipe, place: Place) -> Recipe:

@@ -34,6 +34,14 @@ def smaller(images: Images, count: int) -> Images:
     return Images(halved.round().to(torch.uint8), images.y[:count])
 
 
+def images(data: Path) -> tuple[TensorLoader, Images, Images]:
+    """To train on, as a loader; others, to judge by; and those that are trained on."""
+    whole = load(data, "validation", torch.device("cpu"))
+    train, held = (smaller(part, count) for part, count in zip(whole, (TRAINED, HELD), strict=True))
+    loader = TensorLoader(train.x, train.y, BATCH, pad=2, flip=True, mean=MEAN, std=STD, drop_last=True)
+    return loader, held, train
+
+
 def dense(path: Path, loader: TensorLoader) -> nn.Module:
     if not path.exists():
         torch.manual_seed(0)
@@ -53,9 +61,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     regrow.PACE = given.pace
-    whole = load(given.data, "validation", torch.device("cpu"))
-    train, held = (smaller(part, count) for part, count in zip(whole, (TRAINED, HELD), strict=True))
-    loader = TensorLoader(train.x, train.y, BATCH, pad=2, flip=True, mean=MEAN, std=STD, drop_last=True)
+    loader, held, train = images(given.data)
     model, began = dense(given.base, loader), time.monotonic()
     done = sw.prune_and_recover(
         model, torch.zeros(2, 3, 16, 16), loader, sw.Budget(sparsity=SPARSITY), schedule="cubic", rounds=100,

@@ -1,4 +1,4 @@
-"""Channel scores of the ablation that the library does not name: LAMP and first-order Taylor, as functions."""
+"""The channel score of the ablation that the library does not name: first-order Taylor, as a function."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ import torch
 from torch import nn
 
 ChannelScore = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-def lamp(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """The square of a channel's norm over the sum of those that are at least as large in its weight."""
-    squares = weight.detach().double().square().sum(dim=[d for d in range(weight.dim()) if d != dim])
-    ordered, places = squares.sort()
-    rest = ordered.flip(0).cumsum(0).flip(0).clamp_min(1e-30)
-    result = torch.empty_like(squares)
-    result[places] = ordered / rest
-    return result.float()
 
 
 def taylor(model: nn.Module, batches: Iterable[Any]) -> ChannelScore:

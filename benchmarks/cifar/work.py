@@ -98,15 +98,15 @@ class Run:
 
     def prune(self) -> dict[str, Any]:
         r, dense = self.recipe, self.dense()
-        start = self.weights(self.place.end(r.after, self.seed)) if r.after else dense
+        start, teacher = (self.weights(self.place.end(n, self.seed)) if n else dense for n in (r.after, r.taught))
         found = sw.prune_and_recover(
             start, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
-            regrow=r.regrow, mend=self.batches(r.mend), teacher=dense if r.distill else None,
+            regrow=r.regrow, mend=self.batches(r.mend), teacher=teacher if r.distill else None,
             temperature=r.temperature, share=r.share,
             options=self.options(dense), checkpoint=self.place.checkpoint(self.name, self.seed), **self.training(),
         )  # fmt: skip
-        if any(other.after == self.name for other in POINTS.values()):
+        if any(self.name in other.needed for other in POINTS.values()):
             self.keep(found.model, self.place.end(self.name, self.seed))
         return self.figures(found.model, dense, [vars(p) for p in found.curve], found.pruned and vars(found.pruned))
 
@@ -164,7 +164,8 @@ class Run:
 
     def weights(self, path: Path) -> nn.Module:
         if not path.exists():
-            raise SystemExit(f"{path} is not there: python -m benchmarks.cifar --point {self.recipe.after} comes first")
+            needed = " ".join(sorted(self.recipe.needed))
+            raise SystemExit(f"{path} is not there: python -m benchmarks.cifar --point {needed} comes first")
         return base(path, self.place.blocks).to(self.device)
 
     def keep(self, model: nn.Module, path: Path) -> None:
@@ -187,9 +188,7 @@ class Run:
         r = self.recipe
         if r.fewer or r.channels:
             score: Any = r.score
-            if r.score == "lamp":
-                score = scores.lamp
-            elif r.score == "taylor":
+            if r.score == "taylor":
                 score = scores.taylor(dense, self.batches(8))
             allocate: Any = r.allocate
             if r.late:

@@ -61,7 +61,18 @@ def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tens
     return [torch.cat(rows), columns[0] if len(columns) == 1 else torch.stack(columns).sum(dim=0)]
 
 
-_NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2}
+def lamp(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """The square of a channel's norm over the sum of the squares of all that are at least as large (Lee et al., 2021,
+    by channel): in one ranking of all, the last ones of a layer are worth the more the fewer are left."""
+    squares = l2(weight, dim).double()
+    ordered, places = squares.sort()
+    rest = ordered.flip(0).cumsum(0).flip(0)
+    result = torch.empty_like(squares)
+    result[places] = torch.where(rest > 0, ordered / rest, torch.zeros_like(rest))
+    return result
+
+
+_NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2, "lamp": lamp}
 _POWERS: dict[SiteScore, Callable[[torch.Tensor], torch.Tensor]] = {l1: torch.abs, l2: torch.square}
 NAMES = (*_NAMED, "bn_scale", "random")
 
