@@ -25,7 +25,8 @@ from benchmarks.cifar.factors import NAMES, effects, read
 from benchmarks.cifar.jobs import WAITS, held_up, listed
 from benchmarks.cifar.model import ResNet
 from benchmarks.cifar.options import options
-from benchmarks.cifar.recipes import ABLATION, CHOICES, FIRST, GROUPS, POINTS, names_of, recipe_of
+from benchmarks.cifar.plans import CHOICES
+from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, all_epochs, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import finished
 from benchmarks.cifar.work import Place
@@ -224,11 +225,11 @@ def test_a_point_waits_for_what_its_plan_chose(based: Path, monkeypatch: pytest.
     point = POINTS["again-90-200"]
     assert not is_ready(point, place)
     chosen[0] = "00111"
-    assert is_ready(point, place) and decided(point, place).all_epochs == 200
+    assert is_ready(point, place) and all_epochs(decided(point, place)) == 200
     chosen[0] = "01000"
-    assert not is_ready(point, place) and decided(point, place).all_epochs == 300
+    assert not is_ready(point, place) and all_epochs(decided(point, place)) == 300
     chosen[0] = "11000"  # the same 100 epochs make both
-    assert decided(point, place).all_epochs == 300
+    assert all_epochs(decided(point, place)) == 300
     assert main(words(based, "--point", "again-100", "--epochs", "1", "--set", "batch=64")) == 0
     dense = finished(place.events("again-100_batch-64_epochs-1", 0)) or {}
     assert dense["fewer_macs"] == 1 and dense["sparsity"] == 0
@@ -238,8 +239,8 @@ def test_a_point_waits_for_what_its_plan_chose(based: Path, monkeypatch: pytest.
 
 
 def test_epochs_add_up_and_sizes_are_those_of_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [r.all_epochs for r in POINTS.values() if r.way == "zeros"] == [90, 160, 230, 300]
-    latest = {n: r.all_epochs for n, r in POINTS.items() if r.way in ("tenth", "few", "fewest")}
+    assert [all_epochs(r) for r in POINTS.values() if r.way == "zeros"] == [90, 160, 230, 300]
+    latest = {n: all_epochs(r) for n, r in POINTS.items() if r.way in ("tenth", "few", "fewest")}
     assert latest == {"few-90-120": 120, "tenth-90-200": 200, "few-95-150": 150, "fewest-98-220": 220}
     monkeypatch.setattr(choosing, "best_levels", lambda way, place: "01110")
     place = Place(Path("random"), Path("none"), Path("none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 import sapwood as sw
 from sapwood.errors import SapwoodError
 from sapwood.planning.counts import Steps
+from sapwood.scoring.weights import lamp
 from tests.helpers import build, size
 from tests.nets import Pool, conv
 
@@ -131,7 +133,25 @@ def test_a_callable_scores_each_site() -> None:
     assert plan.keep["0.weight"][0] == (4, 5, 6, 7)
 
 
-@pytest.mark.parametrize("score", ["l1", "l2", "bn_scale", "random"])
+def test_lamp_is_each_over_those_no_smaller() -> None:
+    """Squares 1, 4, 9, 16: 1/30, 4/29, 9/25, 1. A head's square is that of all its rows."""
+    from sapwood.scoring import score_groups
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([2.0, 4, 1, 3])))
+        model[1].weight.copy_(torch.tensor([[2.0, 0, 1, 0], [0, 4, 0, 3]]))
+    trace = sw.trace(model, torch.zeros(1, 4))
+    (values,) = score_groups(dict(model.named_parameters()), trace.groups, "lamp")
+    wanted = np.array([4 / 29, 1, 1 / 30, 9 / 25])
+    assert np.allclose(values, wanted / wanted.mean())
+    heads = replace(trace.groups[0], width=2, members={s: np.array([[0, 2], [1, 3]]) for s in trace.groups[0].members})
+    (values,) = score_groups(dict(model.named_parameters()), [heads], "lamp")
+    assert np.allclose(values, np.array([5 / 30, 1]) / (35 / 60))
+    assert (lamp(np.zeros(3)) == 0).all()  # of a layer without values
+
+
+@pytest.mark.parametrize("score", ["l1", "l2", "lamp", "bn_scale", "random"])
 def test_scores_of_a_group_average_to_one(score: str) -> None:
     from sapwood.scoring import score_groups
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.cifar.recipes import CHOICES, Recipe
+from benchmarks.cifar.kinds import Recipe
+from benchmarks.cifar.plans import CHOICES
 from benchmarks.cifar.work import Place, done
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from benchmarks.cifar.choosing import decided, is_ready
 from benchmarks.cifar.data import HELD_OUT, IMAGES
+from benchmarks.cifar.kinds import Recipe
 from benchmarks.cifar.options import changes_of, options
-from benchmarks.cifar.recipes import Recipe, names_of, recipe_of
+from benchmarks.cifar.recipes import names_of, recipe_of
 from benchmarks.cifar.work import Place, done
 
 SET_UP = 60

@@ -16,7 +16,7 @@
                                               # how far all runs are
     python -m benchmarks.cifar --merge results.tgz    # finished runs of such a file to benchmarks/results/cifar
 
---point takes several names, and groups: promise, ablation, and those of recipes.CHOICES. Of a file of jobs those run
+--point takes several names, and groups: promise, ablation, and those of plans.CHOICES. Of a file of jobs those run
 first that stand first and whose base and choices are there. Runs that are done, here or in benchmarks/results/cifar,
 are skipped, those that were stopped go on from their last checkpoint (runs/cifar).
 """

@@ -48,100 +48,22 @@ teacher and images made harder, and how it teaches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.cifar.factors import effects
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One training from the base, with all that is pruned in it."""
-
-    about: str = ""
-    epochs: float = 200
-    target: float | None = None
-    """The test accuracy asked for, in percent."""
-    fewer: float | None = None
-    """Times fewer multiply-accumulates."""
-    channels: float | None = None
-    """The share of every layer's channels that stays, in place of ``fewer``."""
-    sparsity: float | None = None
-    pattern: str = "unstructured"
-    score: str = "l1"
-    allocate: str = "uniform"
-    inner: bool = True
-    """Channels are cut inside blocks only; the residual stream stays."""
-    late: float = 0.0
-    """Each stage keeps 2 to the power of this times the share that the one before it keeps; over ``allocate``."""
-    last: float = 1.0
-    """What the inside of the last block keeps, of the share that the others keep; over ``allocate``."""
-    schedule: str = "one-shot"
-    rounds: int = 1
-    until: float = 0.5
-    regrow: float = 0.0
-    fade: float = 0.0
-    mend: int = 0
-    """Batches to refit and to take norms' statistics from, after each cut."""
-    lr: float = 0.1
-    rate: str = "rewind"
-    anneal: str = "cosine"
-    warmup: float = 0.02
-    weight_decay: float = 5e-4
-    decay_all: bool = False
-    """Weight decay on norms and biases, too, as the base had it."""
-    clip: float = 1.0
-    """The largest norm of the gradient; 0 does not clip."""
-    distill: bool = True
-    temperature: float = 4.0
-    share: float = 0.9
-    cutout: int = 0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    """Of mixup and cutmix one at most: how much of another image, as the parameter of a beta distribution."""
-    batch: int = 256
-    peer: str = ""
-    """A method of Torch-Pruning in place of ours: l1, group or sparse."""
-    way: str = ""
-    """One of CHOICES: what a point does not say itself is as it was best on the validation split."""
-    after: str = ""
-    """A point that this one goes on from, with the same seed: its epochs count, too. The base still teaches."""
-    taught: str = ""
-    """A point whose end teaches in place of the base, with the same seed: its epochs count, too."""
-    only: str = ""
-    """``drop`` looks at what is left right after pruning, ``train`` trains the base itself."""
-
-    def told(self) -> dict[str, Any]:
-        """What differs from the defaults."""
-        plain = asdict(Recipe())
-        return {k: v for k, v in asdict(self).items() if v != plain[k]}
-
-    @property
-    def all_epochs(self) -> float:
-        """Of everything that follows the base."""
-        return self.epochs + sum(POINTS[name].all_epochs for name in self.needed)
-
-    @property
-    def needed(self) -> set[str]:
-        """The points that come before this one."""
-        return {self.after, self.taught} - {""}
-
+from benchmarks.cifar.kinds import Recipe
+from benchmarks.cifar.plans import AT_ONCE, CHOICES, COMPARED
 
 _LONG = Recipe(fade=0.25, mend=8, mixup=0.2, clip=0.0)
 _MATCHED = replace(_LONG, mixup=1.0, share=1.0, decay_all=True)
 _TUNED = replace(_MATCHED, mixup=0.2, fade=0.0, lr=0.2)
 _PROMISE = Recipe(mend=16, lr=0.05, warmup=0.05)
-_ZEROS = Recipe(score="magnitude", allocate="global", schedule="cubic", rounds=40, until=0.4, clip=0.0)
-_AT_ONCE = replace(_ZEROS, schedule="one-shot", rounds=1, epochs=40, mend=8)
-COMPARED = ("2.11", "2.57", "4")
-"""Times fewer multiply-accumulates, where we are compared with Torch-Pruning."""
 STRUCTURED = {("2.11", 200): 94.2, ("2.57", 100): 93.7, ("2.57", 200): 94.0}
 UNSTRUCTURED = {("80", 90): 94.3, ("90", 160): 94.1, ("95", 230): 93.6, ("98", 300): 92.0}
 """What is asked for, by epochs after the base with all that is pruned in them; zeros within 300, those of UNSTRUCTURED
 going on from one another."""
 FIRST: dict[str, Recipe] = {
-    "oneshot-90": replace(_AT_ONCE, sparsity=0.9, target=93.37, clip=1.0),
+    "oneshot-90": replace(AT_ONCE, sparsity=0.9, target=93.37, clip=1.0),
     "structured-2.57-100": replace(_LONG, fewer=2.57, epochs=100, target=93.7),
     "structured-4-100": replace(_LONG, fewer=4.0, epochs=100),
     "matched-2.57-100": replace(_MATCHED, fewer=2.57, epochs=100, target=93.7),
@@ -155,89 +77,6 @@ FIRST: dict[str, Recipe] = {
 """Earlier recipes for points of the record, which have been run on test images."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Factors, each with a first and a second setting, and the runs that tell which is better.
-
-    Half of the runs have a factor at its first setting, half at its second, and any two factors come in all four ways
-    equally often: a plan of 4 runs for 3 factors, of 8 for 5. ``levels`` are a digit, 0 or 1, for each factor.
-    """
-
-    start: Recipe
-    factors: Mapping[str, tuple[Any, Any]]
-
-    @property
-    def plan(self) -> list[str]:
-        rows = itertools.product((0, 1), repeat=2 if len(self.factors) == 3 else 3)
-        whole = ((*r, r[0] ^ r[1]) if len(r) == 2 else (*r, r[0] ^ r[1] ^ r[2], r[1] ^ r[2]) for r in rows)
-        return ["".join(map(str, row)) for row in whole]
-
-    def at(self, levels: str) -> Recipe:
-        chosen = {name: pair[int(level)] for level, (name, pair) in zip(levels, self.factors.items(), strict=True)}
-        return replace(self.start, **chosen)
-
-    def worth(self, found: Mapping[str, float]) -> tuple[dict[str, float], float]:
-        """By how much the second setting of each factor is above the first, in the mean; and the standard error."""
-        rows = [[2 * int(level) - 1 for level in levels] for levels in found]
-        gained, error = effects(rows, [[value] for value in found.values()])
-        return dict(zip(self.factors, gained[:, 0].tolist(), strict=True)), float(error[0])
-
-
-_SETTINGS = {"batch": (256, 128), "mixup": (0.0, 0.2)}
-_CUTS = {**_SETTINGS, "allocate": ("uniform", "global"), "clip": (1.0, 0.0)}
-_ONCE = replace(_AT_ONCE, sparsity=0.9, clip=1.0)
-_HARDER = {"mixup": (0.2, 0.5), "cutout": (0, 8)}
-_FEW = replace(_ZEROS, clip=1.0, rounds=100, until=0.5)
-_CUT = Recipe(epochs=20, inner=False, schedule="cubic", rounds=6, mend=16, lr=0.05, mixup=0.5, cutout=8)  # by cut
-_CHOSEN = {"regrow": (0.0, 0.8), "score": ("magnitude", "lamp")}
-CHOICES: dict[str, Choice] = {
-    "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
-    "shape": Choice(
-        Recipe(fewer=2.57, epochs=80, mend=8, lr=0.05),
-        {"inner": (True, False), "late": (0.0, 0.4), "weight_decay": (5e-4, 1e-3), **_HARDER},
-    ),
-    "cut": Choice(
-        Recipe(fewer=4.0, channels=0.5, epochs=20, inner=False, schedule="cubic", until=0.3),
-        {"lr": (0.05, 0.1), "rounds": (1, 6), "mend": (0, 16), **_HARDER},
-    ),
-    "half": Choice(Recipe(fewer=4.0, epochs=40, mend=8), {"lr": (0.1, 0.2), **_CUTS}),
-    "sparse": Choice(replace(_ZEROS, sparsity=0.9, epochs=60), {"lr": (0.05, 0.1), **_SETTINGS}),
-    "zeros": Choice(replace(_ZEROS, sparsity=0.9, epochs=60, clip=1.0), {"lr": (0.05, 0.1), **_HARDER}),
-    "tenth": Choice(
-        replace(_FEW, sparsity=0.9, epochs=45),
-        {"lr": (0.03, 0.08), "mixup": (0.5, 1.0), "until": (0.5, 0.25)},
-    ),
-    "few": Choice(
-        replace(_FEW, sparsity=0.95, epochs=32),
-        {"lr": (0.03, 0.1), "mixup": (0.2, 0.5), "weight_decay": (5e-4, 1.5e-4), **_CHOSEN},
-    ),
-    "fewest": Choice(
-        replace(_FEW, sparsity=0.98, epochs=40),
-        {"lr": (0.06, 0.2), "mixup": (0.0, 0.3), "weight_decay": (5e-4, 1e-4), **_CHOSEN},
-    ),
-    "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
-    **{
-        f"where{fewer}": Choice(
-            replace(_CUT, fewer=float(fewer)),
-            {"score": ("l1", "lamp"), "allocate": ("uniform", "global"), "until": (0.3, 0.1)},
-        )
-        for fewer in COMPARED
-    },
-    "again": Choice(
-        replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
-        {
-            "after": ("", "again-100"),
-            "taught": ("", "again-100"),
-            "share": (0.9, 1.0),
-            "temperature": (4.0, 2.0),
-            "until": (0.25, 0.1),
-        },
-    ),
-}
-"""What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, zeros from sparse, few, fewest and tenth from zeros. All but these three are of a time when gradients of
-zeros counted in clipping."""
-
 POINTS: dict[str, Recipe] = {
     **FIRST,
     "base": Recipe("ResNet-56 without the validation images", only="train", distill=False, clip=0.0, decay_all=True),
@@ -248,7 +87,7 @@ POINTS: dict[str, Recipe] = {
     "drop": Recipe("right after pruning", only="drop", epochs=0.5, fewer=2.11, mend=16),
     "drop-half": Recipe("right after pruning", only="drop", epochs=0.5, channels=0.5, inner=False, mend=16),
     "oneshot-90-40": Recipe(way="oneshot", sparsity=0.9, epochs=40, target=93.37),
-    "nm24": replace(_AT_ONCE, pattern="2:4", lr=0.05, target=94.2, clip=1.0),
+    "nm24": replace(AT_ONCE, pattern="2:4", lr=0.05, target=94.2, clip=1.0),
 }
 POINTS |= {f"try-{way}-{levels}": choice.at(levels) for way, choice in CHOICES.items() for levels in choice.plan}
 _before, _total = "", 0
@@ -324,6 +163,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "iterative": {"schedule": "iterative", "rounds": 3},
 }
 """Changes to try on the validation split: --variant NAME; --set FIELD=VALUE for others."""
+
+
+def all_epochs(recipe: Recipe) -> float:
+    """Of everything that follows the base."""
+    return recipe.epochs + sum(all_epochs(POINTS[name]) for name in recipe.needed)
 
 
 def names_of(point: str) -> list[str]:

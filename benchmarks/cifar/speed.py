@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import sapwood as sw
-from benchmarks.cifar.recipes import Recipe
+from benchmarks.cifar.kinds import Recipe
 from benchmarks.cifar.work import Place, Run
 
 SWITCHES: dict[str, dict[str, Any]] = {

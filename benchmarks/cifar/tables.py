@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cifar.recipes import CHOICES, POINTS
+from benchmarks.cifar.plans import CHOICES
+from benchmarks.cifar.recipes import POINTS
 
 Events = dict[str, list[dict[str, Any]]]
 

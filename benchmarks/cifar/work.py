@@ -18,8 +18,9 @@ from torch import nn
 import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
+from benchmarks.cifar.kinds import Recipe
 from benchmarks.cifar.model import STREAM, ResNet, base, digest, stages
-from benchmarks.cifar.recipes import POINTS, Recipe
+from benchmarks.cifar.recipes import POINTS, all_epochs
 from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
@@ -289,7 +290,7 @@ class Run:
         return {
             "accuracy": round(self.look(model), 3), "loss": round(loss(model, self.held), 5),
             "base": round(self.look(dense.eval()), 3), "base_digest": digest(dense)[:16],
-            "epochs": self.recipe.all_epochs, "digest": digest(model), "curve": curve, "pruned": pruned,
+            "epochs": all_epochs(self.recipe), "digest": digest(model), "curve": curve, "pruned": pruned,
             **self.size(model, dense),
         }  # fmt: skip
 

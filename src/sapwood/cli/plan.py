@@ -38,7 +38,7 @@ def plan(
         str,
         typer.Option(help="What may remain: flops=0.5, params=1000000, latency=0.5, latency=3.5ms, ..."),
     ],
-    score: Annotated[str, typer.Option(help="What ranks channels: l1, l2, bn_scale or random.")] = "l1",
+    score: Annotated[str, typer.Option(help="What ranks channels: l1, l2, lamp, bn_scale or random.")] = "l1",
     allocate: Annotated[
         str | None, typer.Option(help="global (one ranking; the default) or uniform (the same share).")
     ] = None,

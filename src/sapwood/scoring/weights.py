@@ -1,9 +1,10 @@
 """Scores that need nothing but the weights.
 
 How sites are combined: at every weight of two or more dimensions that a group touches, each channel
-gets the norm of the slice it owns; these numbers are divided by their mean over the site, so that
-weights with many inputs do not drown the others; a channel's score is the mean over the group's
-sites. Scores therefore average to one in every group, which makes them comparable across groups.
+gets the norm of the slice it owns (by lamp its square, over the sum of those no smaller); these
+numbers are divided by their mean over the site, so that weights with many inputs do not drown the
+others; a channel's score is the mean over the group's sites. Scores therefore average to one in
+every group, which makes them comparable across groups.
 """
 
 from __future__ import annotations
@@ -61,18 +62,22 @@ def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tens
     return [torch.cat(rows), columns[0] if len(columns) == 1 else torch.stack(columns).sum(dim=0)]
 
 
-def lamp(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """The square of a channel's norm over the sum of the squares of all that are at least as large (Lee et al., 2021,
-    by channel): in one ranking of all, the last ones of a layer are worth the more the fewer are left."""
-    squares = l2(weight, dim).double()
-    ordered, places = squares.sort()
-    rest = ordered.flip(0).cumsum(0).flip(0)
-    result = torch.empty_like(squares)
-    result[places] = torch.where(rest > 0, ordered / rest, torch.zeros_like(rest))
+Finish = Callable[[np.ndarray], np.ndarray]
+"""What becomes of the sums of a group's channels at a site."""
+
+
+def lamp(squares: np.ndarray) -> np.ndarray:
+    """Each over the sum of all that are at least as large (Lee et al., 2021, here by channel): in one ranking of all
+    channels, those of a group are worth the more the fewer of it are left."""
+    order = np.argsort(squares, kind="stable")
+    rest = squares[order][::-1].cumsum()[::-1]
+    result = np.zeros_like(squares)
+    result[order] = np.divide(squares[order], rest, out=np.zeros_like(rest), where=rest > 0)
     return result
 
 
-_NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2, "lamp": lamp}
+_NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2, "lamp": l2}
+_FINISH: dict[str, Finish] = {"l2": np.sqrt, "lamp": lamp}
 _POWERS: dict[SiteScore, Callable[[torch.Tensor], torch.Tensor]] = {l1: torch.abs, l2: torch.square}
 NAMES = (*_NAMED, "bn_scale", "random")
 
@@ -116,7 +121,8 @@ def _score_group(
         score = "l1"  # no norm follows these channels
     function = _NAMED[score] if isinstance(score, str) else score
     weights = [s for s in group.sites if isinstance(tensors[s[0]], nn.Parameter) and tensors[s[0]].dim() > 1]
-    return _combine(tensors, group, weights or list(group.sites), function, known, root=score == "l2")
+    finish = _FINISH.get(score) if isinstance(score, str) else None
+    return _combine(tensors, group, weights or list(group.sites), function, known, finish)
 
 
 def _combine(
@@ -125,14 +131,14 @@ def _combine(
     sites: Sequence[Site],
     function: SiteScore,
     known: dict[tuple[SiteScore, Site], np.ndarray],
-    root: bool = False,
+    finish: Finish | None = None,
 ) -> np.ndarray:
     total = np.zeros(group.width)
     for site in sites:
         if (function, site) not in known:
             known |= _numbers(tensors[site[0]], site, function)
         owned = known[function, site][group.members[site]].sum(axis=1)
-        owned = np.sqrt(owned) if root else owned
+        owned = owned if finish is None else finish(owned)
         mean = np.abs(owned).mean()
         total += owned / mean if mean > 0 else np.ones_like(owned)
     return total / max(len(sites), 1)
