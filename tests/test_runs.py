@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sapwood as sw
 from sapwood.cli import run as cli_run
 from sapwood.pipeline import shrink
-from sapwood.pipeline.data import load_data
+from sapwood.pipeline.data import accuracy, load_data
 from sapwood.pipeline.models import SmallCNN
 from sapwood.pipeline.recipe import read_recipe, shipped
 from sapwood.pipeline.run import resume_run, start_run
@@ -535,6 +535,35 @@ def test_loaders_of_ones_own(tmp_path: Path) -> None:
     assert start_run(read_recipe(path), tmp_path / "run")["seeds"][0]["steps"][0]["sparsity"] == pytest.approx(
         0.5, abs=0.01
     )
+
+
+def judged_otherwise() -> dict[str, Any]:
+    data = load_data("digits", batch=128)
+    return {**vars(data), "classes": None, "metric": lambda model, loader: accuracy(model, loader)}
+
+
+def test_the_dense_model_teaches_where_there_are_class_scores(tmp_path: Path) -> None:
+    """Left to us it is as with distill: true; of what else the outputs of a model may be, nothing is guessed."""
+    found = {}
+    for name, data in (("classes", "digits"), ("own", "tests.test_runs:judged_otherwise")):
+        for distill in (None, True, False):
+            recover = {"fraction": 0.25} | ({} if distill is None else {"distill": distill})
+            given = {"data": {"name": data, "batch": 128}, "prune": [{"sparsity": 0.7}], "recover": recover}
+            told = start_run(read_recipe(recipe(tmp_path, **given)), tmp_path / f"{name}-{distill}")
+            assert told["seeds"][0]["steps"][0]["distilled"] == (name == "classes" if distill is None else distill)
+            small = sw.load(tmp_path / f"{name}-{distill}" / "seed-0" / "pruned", SmallCNN(width=8))
+            found[name, distill] = torch.cat([w.flatten() for w in small.parameters()])
+    for name, same, other in (("classes", True, False), ("own", False, True)):
+        assert torch.equal(found[name, None], found[name, same])
+        assert not torch.equal(found[name, None], found[name, other])
+
+
+def test_gradients_are_clipped_unless_told_otherwise(tmp_path: Path) -> None:
+    parts = [{}, {"clip": 2.5}, {"clip": 0}]
+    given = [read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}], recover=part)) for part in parts]
+    assert [one.recovery(0, 0).clip for one in given] == [1.0, 2.5, None]
+    with pytest.raises(sw.SapwoodError, match="clip: expected a norm above 0; got -1"):
+        read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}], recover={"clip": -1}))
 
 
 def test_cifar10_in_both_forms(tmp_path: Path) -> None:

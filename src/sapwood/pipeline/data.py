@@ -41,6 +41,11 @@ class Data:
     loss: Any = None
     metric: Metric | None = None
 
+    @property
+    def gives_classes(self) -> bool:
+        """Whether models of it are trained and judged by class scores."""
+        return self.loss is None and self.metric is None
+
     def score(self, model: nn.Module, on: str) -> float:
         """The metric (accuracy where none is given) on ``validation`` or ``test``."""
         return (self.metric or accuracy)(model, getattr(self, on))

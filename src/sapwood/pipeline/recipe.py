@@ -65,19 +65,23 @@ class TrainPart:
 
 @dataclass(frozen=True)
 class RecoverPart:
-    """Training after each step of pruning; ``lr`` is that of the original training unless given."""
+    """Training after each step of pruning; ``lr`` is that of the original training unless given.
+
+    The dense model teaches (``distill``) where the data has no loss and no metric of its own, so that the model gives
+    class scores. Gradients are clipped to a norm of ``clip``; 0 leaves them as they are.
+    """
 
     fraction: float = 0.2
     lr: float | None = None
     rate: str = "rewind"
     anneal: str = "linear"
     warmup: float = 0.1
-    distill: bool = False
+    distill: bool | None = None
     temperature: float = 4.0
-    share: float = 0.5
+    share: float = 0.9
     optimizer: str | None = None
     weight_decay: float | None = None
-    clip: float | None = None
+    clip: float = 1.0
     mixed_precision: str = "no"
     accumulate: int = 1
     channels_last: bool = False
@@ -186,7 +190,7 @@ class Recipe:
             optimizer=part.optimizer or self.train.optimizer,
             weight_decay=self.train.weight_decay if part.weight_decay is None else part.weight_decay,
             rate=Rate(part.rate, part.anneal, part.warmup),
-            clip=part.clip,
+            clip=part.clip or None,
             mixed_precision=part.mixed_precision,
             accumulate=part.accumulate,
             channels_last=part.channels_last,

@@ -193,12 +193,13 @@ class _Seed:
         targets, fading = step.targets(rebuilt, placed), EMPTY
         if part.fade is not None and step.budget is not None:
             fading = make_plan(rebuilt, placed, step.budget, **step.options)
+        taught = self.data.gives_classes if recover.distill is None else recover.distill
         loop = Loop(
             model,
             self.data.train,
             self.recipe.recovery(self.seed, index),
             loss=self.data.loss,
-            teacher=cut(dense, EMPTY) if recover.distill else None,
+            teacher=cut(dense, EMPTY) if taught else None,
             temperature=recover.temperature,
             share=recover.share,
         )
@@ -285,6 +286,7 @@ class _Seed:
             "prune": asked,
             "after_pruning": {"validation": first.metric, "test": first.test},
             "recovered": {"validation": last.metric, "test": last.test},
+            "distilled": session.loop.teacher is not None,
             "curve": [vars(p) for p in session.curve],
             "sparsity": zeros.total,
             **({"planned": planned} if part.latency is not None else {}),

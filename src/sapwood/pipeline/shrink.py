@@ -171,7 +171,7 @@ def prune_and_recover(
     distill: bool = False,
     teacher: nn.Module | None = None,
     temperature: float = 4.0,
-    share: float = 0.5,
+    share: float = 0.9,
     validate: Validate | None = None,
     test: Validate | None = None,
     marks: Iterable[float] = MARKS,

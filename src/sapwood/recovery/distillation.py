@@ -17,7 +17,7 @@ class Distillation:
     def __init__(self, student: nn.Module, teacher: nn.Module, temperature: float, share: float) -> None:
         if not 0 < share <= 1 or temperature <= 0:
             got = f"share={share!r}, temperature={temperature!r}"
-            raise explain("a share above 0 and at most 1, a temperature above 0", got, "Try 0.5 and 4.", "distill")
+            raise explain("a share above 0 and at most 1, a temperature above 0", got, "Try 0.9 and 4.", "distill")
         self.modes = {m: m.training for m in teacher.modules()}
         self.teacher, self.temperature, self.share = teacher.eval(), temperature, share
         self.seen: tuple[Any, Any, Any] | None = None

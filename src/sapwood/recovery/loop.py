@@ -48,7 +48,7 @@ class Loop:
         loss: Loss | None = None,
         teacher: nn.Module | None = None,
         temperature: float = 4.0,
-        share: float = 0.5,
+        share: float = 0.9,
         accelerator: Accelerator | None = None,
         changing: bool = False,
     ) -> None:

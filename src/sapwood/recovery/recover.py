@@ -45,7 +45,7 @@ def recover(
     loss: Loss | None = None,
     teacher: nn.Module | None = None,
     temperature: float = 4.0,
-    share: float = 0.5,
+    share: float = 0.9,
     validate: Validate | None = None,
     marks: Sequence[float] = MARKS,
     clip: float | None = None,
