@@ -286,10 +286,10 @@ def test_choices_are_compared_with_everything_else_alike() -> None:
         for more in [1.0 if (score, rate) == ("l1", "rewind") else 0.0]
     }
     lines = list(tables.choices(events))
-    assert "| l1 | 91.50 | +1.50 ± 0.50 | 2 |" in lines and "| rewind | 92.00 | +2.50 ± 0.50 | 2 |" in lines
-    assert "| global | 90.75 |  | 4 |" in lines  # nothing to compare with
+    assert "| random | l1 | -1.50 ± 0.50 | 2 | -2.00 | 1 |" in lines
+    assert "| finetune | rewind | -2.50 ± 0.50 | 2 |  | 0 |" in lines and len(lines) == 5  # nothing else to compare
     del events["ablation-2.57-random-global-finetune-plain"]
-    assert "| l1 | 91.50 | +2.00 | 2 |" in list(tables.choices(events))
+    assert "| random | l1 | -2.00 | 1 | -2.00 | 1 |" in list(tables.choices(events))
 
 
 def test_effects_of_a_plan() -> None:

@@ -83,29 +83,41 @@ def ablation(events: Events) -> Iterator[str]:
         yield "| " + " | ".join((*row, *cells)) + " |"
 
 
+DEFAULTS = ({"l1", "magnitude"}, {"global"}, {"rewind"}, {"plain"})
+"""What each choice of the ablation is compared with."""
+
+
 def choices(events: Events) -> Iterator[str]:
-    """What each choice of the ablation is worth: the mean over all runs that made it, and by how much it is better or
-    worse than the mean of the others with everything else alike, run by run."""
+    """What each choice of the ablation is worth against another one with everything else alike, pair by pair: in all
+    runs, and in those that rewind the rate."""
     found: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for name, runs in events.items():
         if name.startswith("ablation-"):
             _, point, *chosen = name.split("-")
             found[point][tuple(chosen)] = statistics.mean(r["accuracy"] for r in runs)
     for point, runs_of in sorted(found.items()):
-        yield f"| {point}: choice | mean of runs | against the others | runs |"
-        yield "|---|---|---|---|"
-        for place in range(4):
-            for choice in sorted({c[place] for c in runs_of}):
-                own = {c: v for c, v in runs_of.items() if c[place] == choice}
-                apart = []
-                for c, value in own.items():
-                    rest = [v for o, v in runs_of.items() if o != c and _but(o, place) == _but(c, place)]
-                    apart += [value - statistics.mean(rest)] if rest else []
-                told = f"{statistics.mean(apart):+.2f}" if apart else ""
-                if len(apart) > 1:
-                    told += f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}"
-                yield f"| {choice} | {statistics.mean(own.values()):.2f} | {told} | {len(own)} |"
+        yield f"| {point}: choice | against | points, all runs | pairs | points, rewinding | pairs |"
+        yield "|---|---|---|---|---|---|"
+        for place, usual in enumerate(DEFAULTS):
+            for choice in sorted({c[place] for c in runs_of} - usual):
+                pairs = [
+                    (v - other, "rewind" in (c[2], o[2]) and place != 2)
+                    for c, v in runs_of.items()
+                    for o, other in runs_of.items()
+                    if c[place] == choice and o[place] in usual and _but(o, place) == _but(c, place)
+                ]
+                told = [apart([d for d, rewinds in pairs if rewinds or not only]) for only in (False, True)]
+                yield f"| {choice} | {' or '.join(sorted(usual & {c[place] for c in runs_of}))} | {' | '.join(told)} |"
         yield ""
+
+
+def apart(differences: list[float]) -> str:
+    """The mean, its standard error, and of how many."""
+    if not differences:
+        return " | 0"
+    mean, number = statistics.mean(differences), len(differences)
+    error = f" ± {statistics.stdev(differences) / number**0.5:.2f}" if number > 1 else ""
+    return f"{mean:+.2f}{error} | {number}"
 
 
 def factors(events: Events) -> Iterator[str]:
