@@ -56,10 +56,14 @@ def test_the_walk_through_works_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}: {done.stderr[-1000:]}"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/walkthrough.md", "docs/training.md", "docs/speed.md", "docs/rules.md", "docs/report.md"]
-)
-def test_linked_files_exist(page: str) -> None:
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / page).parent.joinpath(target).exists(), target
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_linked_files_and_headings_exist(page: str) -> None:
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if heading:
+            found = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in found}, heading
