@@ -18,7 +18,8 @@ from benchmarks.cifar.work import Place, done
 
 SET_UP = 60
 """Seconds before the first step of a run."""
-DONE, WAITS, LATE = "done", "its base or a choice is missing", "it would not end in time"
+DONE, LATE = "done", "it would not end in time"
+WAITS = "its base or a choice is missing, or the weights at the end of what it goes on from, which only that run leaves"
 """Why a run does not begin."""
 
 

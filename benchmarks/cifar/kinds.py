@@ -83,7 +83,8 @@ class Choice:
     """Factors, each with a first and a second setting, and the runs that tell which is better.
 
     Half of the runs have a factor at its first setting, half at its second, and any two factors come in all four ways
-    equally often: a plan of 4 runs for 3 factors, of 8 for 5. ``levels`` are a digit, 0 or 1, for each factor.
+    equally often: a plan of 4 runs for 2 or 3 factors, of 8 for 4 or 5. With 3 and 5 what two factors do only together
+    looks like what another one does. ``levels`` are a digit, 0 or 1, for each factor.
     """
 
     start: Recipe
@@ -91,9 +92,9 @@ class Choice:
 
     @property
     def plan(self) -> list[str]:
-        rows = itertools.product((0, 1), repeat=2 if len(self.factors) == 3 else 3)
+        rows = itertools.product((0, 1), repeat=2 if len(self.factors) <= 3 else 3)
         whole = ((*r, r[0] ^ r[1]) if len(r) == 2 else (*r, r[0] ^ r[1] ^ r[2], r[1] ^ r[2]) for r in rows)
-        return ["".join(map(str, row)) for row in whole]
+        return ["".join(map(str, row[: len(self.factors)])) for row in whole]
 
     def at(self, levels: str) -> Recipe:
         chosen = {name: pair[int(level)] for level, (name, pair) in zip(levels, self.factors.items(), strict=True)}

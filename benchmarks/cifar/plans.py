@@ -15,7 +15,9 @@ _CUTS = {**_SETTINGS, "allocate": ("uniform", "global"), "clip": (1.0, 0.0)}
 _ONCE = replace(AT_ONCE, sparsity=0.9, clip=1.0)
 _HARDER = {"mixup": (0.2, 0.5), "cutout": (0, 8)}
 _FEW = replace(ZEROS, clip=1.0, rounds=100, until=0.5)
-_CUT = Recipe(epochs=20, inner=False, schedule="cubic", rounds=6, mend=16, lr=0.05, mixup=0.5, cutout=8)  # by cut
+_CUT = Recipe(  # as cut found
+    epochs=20, inner=False, schedule="cubic", rounds=6, until=0.3, mend=16, lr=0.05, mixup=0.5, cutout=8
+)
 _CHOSEN = {"regrow": (0.0, 0.8), "score": ("magnitude", "lamp")}
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
@@ -46,7 +48,7 @@ CHOICES: dict[str, Choice] = {
     **{
         f"where{fewer}": Choice(
             replace(_CUT, fewer=float(fewer)),
-            {"score": ("l1", "lamp"), "allocate": ("uniform", "global"), "until": (0.3, 0.1)},
+            {"score": ("l1", "lamp"), "allocate": ("uniform", "global")},
         )
         for fewer in COMPARED
     },
@@ -57,10 +59,9 @@ CHOICES: dict[str, Choice] = {
             "taught": ("", "again-100"),
             "share": (0.9, 1.0),
             "temperature": (4.0, 2.0),
-            "until": (0.25, 0.1),
         },
     ),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth. In all plans of zeros
-but the last four their gradients counted in clipping."""
+from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth. In plans of zeros
+their gradients counted in clipping, but not in few, fewest, tenth and again."""

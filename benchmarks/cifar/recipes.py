@@ -28,7 +28,7 @@ Torch-Pruning is compared after 20 epochs, both trained by the settings that ``c
 washed out the more the longer both train alike. Ours is cut as the same plan says (cut), which was behind
 Torch-Pruning's group norm at 2.11 times and level with its L1 at 2.57; the ablation says that one ranking of all
 channels by LAMP, which keeps a wide residual stream, is better than the same share of every layer by L1, so that
-scores, allocations and how soon the last cut comes have a plan for each size (where). Of another one, with more or less
+scores and allocations have a plan for each size (where). Of another one, with more or less
 kept late in the network, only two runs were made (try-late4): shares by name cannot come in rounds.
 
 The first zeros of 80, 90, 95 and 98% (sparse) are one training of 300 epochs with four annealings, at the end of which
@@ -167,7 +167,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def all_epochs(recipe: Recipe) -> float:
     """Of everything that follows the base."""
-    return recipe.epochs + sum(all_epochs(POINTS[name]) for name in recipe.needed)
+    return recipe.epochs + sum(POINTS[name].epochs for name in _before_it(recipe))
+
+
+def _before_it(recipe: Recipe) -> set[str]:
+    return recipe.needed.union(*(_before_it(POINTS[name]) for name in recipe.needed))
 
 
 def names_of(point: str) -> list[str]:

@@ -37,8 +37,9 @@ def table(path: Path) -> str:
         found[run["score"], run["allocate"], run["distill"]].append(run["accuracy"])
     lines = ["| score | allocation | plain | distilled |", "|---|---|---|---|"]
     for score, allocate in itertools.product(SCORES, ALLOCATIONS):
-        cells = [spread(found[score, allocate, distill]) for distill in (False, True)]
+        cells = [spread(seen) if (seen := found[score, allocate, d]) else "" for d in (False, True)]
         lines.append(f"| {score} | {allocate} | {' | '.join(cells)} |")
+    lines.append("")
     for name in ("score", "allocate", "distill"):
         for value in dict.fromkeys(run[name] for run in runs):
             mean = statistics.mean(run["accuracy"] for run in runs if run[name] == value)

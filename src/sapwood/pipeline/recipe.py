@@ -273,11 +273,6 @@ def _build(body: dict[str, Any], where: str) -> Recipe:
 
 def _require_sense(recipe: Recipe, where: str) -> None:
     """Say what is wrong with it now, not after an hour of training."""
-    recipe.training(0)
-    recovery = recipe.recovery(0, 0)
-    for part in recipe.prune:
-        if part.step().schedule.regrow:
-            require_unscaled(recovery.mixed_precision)
     data, train, recover = recipe.data, recipe.train, recipe.recover
     limits = {
         "data.batch": (data.batch, data.batch >= 1, "at least 1"),
@@ -287,10 +282,16 @@ def _require_sense(recipe: Recipe, where: str) -> None:
         "recover.fraction": (recover.fraction, 0 < recover.fraction <= 1, "above 0 and at most 1"),
         "recover.share": (recover.share, 0 < recover.share <= 1, "above 0 and at most 1"),
         "recover.temperature": (recover.temperature, 0 < recover.temperature < 1e6, "above 0"),
+        "recover.clip": (recover.clip, recover.clip >= 0, "of at least 0, which does not clip"),
     }
     for key, (value, good, wanted) in limits.items():
         if not good:
             raise explain(f"a number {wanted}", repr(value), "Mend the recipe.", f"{where}, {key}")
+    recipe.training(0)
+    recovery = recipe.recovery(0, 0)
+    for part in recipe.prune:
+        if part.step().schedule.regrow:
+            require_unscaled(recovery.mixed_precision)
     if not isinstance(recipe.model.arguments, Mapping):
         got = repr(recipe.model.arguments)[:60]
         raise explain("names and values", got, "model: {name: ..., arguments: {num_classes: 10}}", f"{where}, model")

@@ -137,7 +137,10 @@ class _Seed:
         except SapwoodError as error:
             raise SapwoodError(f"{str(error).partition(':')[0]}: damaged. Remove it; this seed starts anew.") from None
         if found is not None and found.recipe != self.recipe.digest():
-            got, remedy = "another: recipe.yaml was changed", "Change it back, or start a new run with train.weights."
+            got, remedy = (
+                "another: recipe.yaml was changed, or is of another version",
+                "Change it back, or start a new run.",
+            )
             raise explain("the recipe this run was begun with", got, remedy, str(self.folder.parent))
         return found
 

@@ -67,7 +67,7 @@ Finish = Callable[[np.ndarray], np.ndarray]
 
 
 def lamp(squares: np.ndarray) -> np.ndarray:
-    """Each over the sum of all that are at least as large (Lee et al., 2021, here by channel): in one ranking of all
+    """Each over the sum of itself and all that rank above it (Lee et al., 2021, here by channel): in one ranking of all
     channels, those of a group are worth the more the fewer of it are left."""
     order = np.argsort(squares, kind="stable")
     rest = squares[order][::-1].cumsum()[::-1]
