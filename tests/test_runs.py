@@ -562,9 +562,7 @@ def test_gradients_are_clipped_unless_told_otherwise(tmp_path: Path) -> None:
     parts = [{}, {"clip": 2.5}, {"clip": 0}]
     given = [read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}], recover=part)) for part in parts]
     assert [one.recovery(0, 0).clip for one in given] == [1.0, 2.5, None]
-    with pytest.raises(
-        sw.SapwoodError, match="recover.clip: expected a number of at least 0, which does not clip; got -1"
-    ):
+    with pytest.raises(sw.SapwoodError, match=r"clip: expected a number of at least 0, which does not clip; got -1"):
         read_recipe(recipe(tmp_path, prune=[{"sparsity": 0.5}], recover={"clip": -1}))
 
 

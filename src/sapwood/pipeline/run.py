@@ -137,10 +137,8 @@ class _Seed:
         except SapwoodError as error:
             raise SapwoodError(f"{str(error).partition(':')[0]}: damaged. Remove it; this seed starts anew.") from None
         if found is not None and found.recipe != self.recipe.digest():
-            got, remedy = (
-                "another: recipe.yaml was changed, or is of another version",
-                "Change it back, or start a new run.",
-            )
+            got = "another: recipe.yaml was changed, or Sapwood was"
+            remedy = "Change it back, or start a new run with train.weights."
             raise explain("the recipe this run was begun with", got, remedy, str(self.folder.parent))
         return found
 
