@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sapwood as sw
 from sapwood.masking.targets import maskable
+from sapwood.pipeline.recipe import read_recipe
+from sapwood.pipeline.run import resume_run, start_run
 from sapwood.recovery import TensorLoader, narrow, refit_, refresh_norms_
 from sapwood.recovery.graphs import GraphedStep
 from sapwood.recovery.loop import Loop, Settings
@@ -214,6 +217,25 @@ def test_schedules_on_the_gpu(budget: sw.Budget, schedule: tuple[str, int]) -> N
         distill=True, validate=lambda m: accuracy(m, x, y),
     )  # fmt: skip
     assert done.metric is not None and done.metric > 0.9
+
+
+@pytest.mark.parametrize("prune", [{"channels": 0.5, "schedule": "iterative", "rounds": 2}, {"sparsity": 0.9}], ids=str)
+def test_a_recipe_on_the_gpu_is_taught_in_a_graph_and_goes_on(prune: dict[str, Any], tmp_path: Path) -> None:
+    body = {"model": "sapwood.pipeline.models:SmallCNN", "data": {"name": "digits", "batch": 64}, "prune": [prune]}
+    body |= {"train": {"epochs": 6, "lr": 0.1}, "device": "cuda"}
+    body["recover"] = {"fraction": 0.5, "graph": True, "mixed_precision": "bf16"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(body))
+    seen = []
+
+    def stop(event: dict[str, Any]) -> None:
+        seen.append((event["event"], event.get("stage")))
+        if event["event"] == "epoch" and seen.count(("epoch", "step-0")) == 1 and event["stage"] == "step-0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_run(read_recipe(tmp_path / "recipe.yaml"), tmp_path / "run", stop)
+    done = resume_run(tmp_path / "run")["seeds"][0]["steps"][0]
+    assert done["distilled"] and done["recovered"]["test"] > 0.9
 
 
 SHARDED = """
