@@ -21,12 +21,16 @@ NAMES = ("magnitude", "lamp", "random", "wanda", "taylor")
 
 def lamp(weight: torch.Tensor) -> torch.Tensor:
     """The square of a weight over the sum of the squares of all that are at least as large in its tensor."""
-    squares = weight.detach().double().square().reshape(-1)
-    ordered, places = squares.sort()
+    return over_larger(weight.detach().double().square().reshape(-1)).float().view(weight.shape)
+
+
+def over_larger(values: torch.Tensor) -> torch.Tensor:
+    """Each over the sum of itself and all that rank above it."""
+    ordered, places = values.sort(stable=True)
     rest = ordered.flip(0).cumsum(0).flip(0)
-    result = torch.empty_like(squares)
+    result = torch.empty_like(values)
     result[places] = torch.where(rest > 0, ordered / rest, torch.zeros_like(rest))
-    return result.float().view(weight.shape)
+    return result
 
 
 def random(weight: torch.Tensor, name: str, seed: int) -> torch.Tensor:

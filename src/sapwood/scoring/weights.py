@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sapwood.errors import explain
+from sapwood.scoring.elements import over_larger
 from sapwood.types import Group, Site
 
 SiteScore = Callable[[torch.Tensor, int], torch.Tensor]
@@ -67,13 +68,8 @@ Finish = Callable[[np.ndarray], np.ndarray]
 
 
 def lamp(squares: np.ndarray) -> np.ndarray:
-    """Each over the sum of itself and all that rank above it (Lee et al., 2021, here by channel): in one ranking of all
-    channels, those of a group are worth the more the fewer of it are left."""
-    order = np.argsort(squares, kind="stable")
-    rest = squares[order][::-1].cumsum()[::-1]
-    result = np.zeros_like(squares)
-    result[order] = np.divide(squares[order], rest, out=np.zeros_like(rest), where=rest > 0)
-    return result
+    """Lee et al., 2021, here by channel: in one ranking of all, the fewer of a group are left, the more each is worth."""
+    return over_larger(torch.from_numpy(squares)).numpy()
 
 
 _NAMED: dict[str, SiteScore] = {"l1": l1, "l2": l2, "lamp": l2}
