@@ -68,7 +68,7 @@ Finish = Callable[[np.ndarray], np.ndarray]
 
 
 def lamp(squares: np.ndarray) -> np.ndarray:
-    """Lee et al., 2021, here by channel: in one ranking of all, the fewer of a group are left, the more each is worth."""
+    """Lee et al., 2021, here by channel: in one ranking, the fewer of a group are left, the more each is worth."""
     return over_larger(torch.from_numpy(squares)).numpy()
 
 
