@@ -72,12 +72,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"0": 2}, ignore="0"),
         ["'0', which makes none that may be cut"],
     ),
-    "shares in rounds": (
-        lambda: sw.prune_and_recover(
-            chain(), IMAGE, [1], HALF, lr=0.1, epochs=1, schedule="cubic", rounds=3, options={"allocate": {"0": 2}}
-        ),
-        ["one cut", "3 rounds", "fade"],
-    ),
     "share of no layer": (
         lambda: sw.make_plan(chain(), IMAGE, HALF, allocate={"x": 2}),
         ["allocate", "matches nothing"],

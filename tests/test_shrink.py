@@ -103,6 +103,23 @@ def test_many_rounds_end_where_one_does(rounds: int, left: float, ignore: tuple[
     assert not [note for note in often.plan.notes if "channels stay" in note]
 
 
+@pytest.mark.parametrize("shares", [{"layer1": 0.5, "layer3": 1.3}, {"re:.*": 2}, {"layer0": 0.01}], ids=str)
+@pytest.mark.parametrize("budget", [sw.Budget(channels=0.4), sw.Budget(flops=0.3)], ids=["channels", "flops"])
+def test_rounds_keep_to_shares_by_name(shares: dict[str, float], budget: sw.Budget) -> None:
+    """Of what there was at first; also where a layer is down to its last channel long before the others are done."""
+    loader, x, _ = blobs(64)
+    given: dict[str, Any] = {"lr": 0.01, "epochs": 3, "options": {"allocate": shares}}
+    once = sw.prune_and_recover(Chain(), x[:2], loader, budget, **given)
+    often = sw.prune_and_recover(Chain(), x[:2], loader, budget, schedule="cubic", rounds=6, until=1.0, **given)
+    assert widths(often.model) == pytest.approx(widths(once.model), abs=2)
+    assert often.plan.budget["allocate"] == shares
+    asked = getattr(budget, budget.kind)
+    for done in (once, often):
+        trace = sw.trace(done.model, x[:2])
+        left = trace.costs.evaluate(budget.kind, trace.dense) / done.plan.achieved[f"dense_{budget.kind}"]
+        assert asked - 0.03 <= left <= asked
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_later_step_shares_out_what_it_finds(rounds: int) -> None:
     """Not what there was before an earlier one, which had cut one layer more than the others."""

@@ -47,11 +47,11 @@ CHOICES: dict[str, Choice] = {
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
     **{
         f"where{fewer}": Choice(
-            replace(_CUT, fewer=float(fewer)),
-            {"score": ("l1", "lamp"), "allocate": ("uniform", "global")},
+            replace(_CUT, fewer=float(fewer), allocate="global"), {"score": ("l1", "lamp"), "late": (0.0, 0.4)}
         )
-        for fewer in COMPARED
+        for fewer in COMPARED[:2]
     },
+    "where4": Choice(replace(_CUT, fewer=4.0), {"score": ("l1", "lamp"), "allocate": ("uniform", "global")}),
     "again": Choice(
         replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
         {

@@ -18,7 +18,7 @@ from sapwood.masking.mask import mask_
 from sapwood.pipeline.keeping import Keeper, go_on, restored, told
 from sapwood.pipeline.prune import make_plan, prune
 from sapwood.pipeline.steps import Step, require_fading
-from sapwood.planning.sharing import UniformOf
+from sapwood.planning.sharing import AsBefore
 from sapwood.recovery.loop import Loop, Settings, is_sharded
 from sapwood.recovery.mending import refit_, refresh_norms_
 from sapwood.recovery.rates import Rate
@@ -71,8 +71,9 @@ class Pruner:
         assert budget is not None
         loop.let_go()  # the cut copies the model as it is
         device, options = next(loop.plain.parameters()).device, dict(step.options)
-        if options.get("allocate") == "uniform" and self.before is not None and step.schedule.rounds > 1:
-            options["allocate"] = UniformOf(self.before, shapes_of(loop.plain))
+        shares = options.get("allocate", "global")
+        if shares != "global" and self.before is not None and step.schedule.rounds > 1:
+            options["allocate"] = AsBefore(shares, self.before, shapes_of(loop.plain))
         done = prune(loop.plain, send_to_device(self.example, device), budget, **options)
         self._go_on(loop, done.model, done.plan)
 

@@ -44,9 +44,6 @@ class Step:
         if self.budget is not None and self.budget.kind == "latency" and self.schedule.kind != "one-shot":
             remedy = "Widths are measured once: schedule='one-shot'. Rounds can have flops or channels."
             raise explain("a one-shot schedule", f"{self.schedule.kind} with a latency", remedy, "schedule")
-        if isinstance(self.options.get("allocate"), Mapping) and self.schedule.rounds > 1:
-            remedy = "A round cannot tell what the one before it cut: schedule='one-shot', or fade."
-            raise explain("one cut where shares are by name", f"{self.schedule.rounds} rounds", remedy, "allocate")
         if kind.is_nm and self.schedule.kind != "one-shot":
             got, remedy = f"{self.schedule.kind} with {self.pattern}", "N:M zeros come at once: schedule='one-shot'."
             raise explain("a one-shot schedule", got, remedy, "schedule")

@@ -15,7 +15,7 @@ from sapwood.capture.trace import Trace
 from sapwood.errors import SapwoodError
 from sapwood.planning.counts import Allocator, RoundTo, Steps, steps_for, units_of
 from sapwood.planning.names import named_groups
-from sapwood.planning.sharing import Allocate, UniformOf, require_allocation, shares_of
+from sapwood.planning.sharing import Allocate, AsBefore, as_data, require_allocation, shares_of
 from sapwood.types import Budget, Plan, Scale
 
 
@@ -35,13 +35,14 @@ def draft_plan(
     barred, ignore = frozen_groups or {}, (ignore,) if isinstance(ignore, str) else tuple(ignore)
     fixed, shares = fixed_groups(trace, ignore, barred), shares_of(trace, allocate, ignore)
 
-    even = isinstance(allocate, UniformOf) or bool((shares == 1).all())
+    later = isinstance(allocate, AsBefore)
+    even = as_data(allocate) == "uniform" if later else bool((shares == 1).all())
 
     def count(steps: RoundTo) -> list[int]:
         return _count(trace, scores, budget, None if allocate == "global" else shares, even, steps, fixed, barred)
 
     counts, too_many = _in_steps(trace, budget, round_to, count)
-    if isinstance(allocate, UniformOf):
+    if later:
         too_many = ""  # it speaks of what is left now
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
     if too_many and (round_to is not None or (fixed.any() and not barred)):
@@ -129,7 +130,7 @@ def weights_of(trace: Trace) -> list[int]:
 def describe(budget: Budget, allocate: Allocate, round_to: RoundTo, score_name: str) -> dict[str, Any]:
     return {
         budget.kind: getattr(budget, budget.kind),
-        "allocate": {n: float(x) for n, x in allocate.items()} if isinstance(allocate, Mapping) else str(allocate),
+        "allocate": as_data(allocate),
         "round_to": f"auto ({round_to.wide})" if isinstance(round_to, Steps) else round_to,
         "score": score_name,
     }

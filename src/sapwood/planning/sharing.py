@@ -16,15 +16,14 @@ from sapwood.types import Group
 
 
 @dataclass(frozen=True)
-class UniformOf:
-    """The same share of what every group had before, for a model that has been cut since: shares of what is left, each
-    rounded down in every round, would end up far apart. Made between rounds; fractions are of what there was, too."""
+class AsBefore:
+    """Shares of what every group had before, for a model that has been cut since: shares of what is left, each rounded
+    down in every round, would end up far apart. Made between rounds; fractions are of what there was, too."""
 
+    shares: str | Mapping[str, float]
+    """Uniform, or by name."""
     before: Mapping[str, Sequence[int]]
     now: Mapping[str, Sequence[int]]
-
-    def __str__(self) -> str:
-        return "uniform"
 
     def times(self, group: Group) -> float:
         """How many times as wide a group was; told by a site that is all its own, where it has one."""
@@ -34,14 +33,14 @@ class UniformOf:
 
 
 ALLOCATIONS = ("uniform", "global")
-Allocate = str | Mapping[str, float] | UniformOf
+Allocate = str | Mapping[str, float] | AsBefore
 """The same share of every group, one ranking of all channels, or shares by name, in relation to one another."""
 
 
 def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -> None:
     """``kind`` is that of the budget."""
-    if isinstance(allocate, UniformOf):
-        return
+    if isinstance(allocate, AsBefore):
+        allocate = allocate.shares
     if not isinstance(allocate, Mapping):
         if not isinstance(allocate, str) or allocate not in ALLOCATIONS:
             wanted = f"{', '.join(ALLOCATIONS)} or shares by name"
@@ -61,14 +60,22 @@ def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -
 
 def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.ndarray:
     """What each group keeps in relation to the one that keeps the least."""
+    if isinstance(allocate, AsBefore):
+        times = np.array([allocate.times(group) for group in trace.groups])  # none below one
+        return np.multiply(times, _named_shares(trace, allocate.shares, ignore, later=True))
+    return _named_shares(trace, allocate, ignore)
+
+
+def _named_shares(
+    trace: Trace, allocate: str | Mapping[str, float], ignore: Iterable[str], later: bool = False
+) -> np.ndarray:
+    """``later``: what is named may be down to its last channel, which no group has any more."""
     if isinstance(allocate, str):
         return np.ones(len(trace.groups))
-    if isinstance(allocate, UniformOf):
-        return np.array([allocate.times(group) for group in trace.groups])  # none below one
     ignored, given = named_groups(trace, ignore), dict[str, tuple[str, float]]()
     for pattern, share in allocate.items():
         named = named_groups(trace, (pattern,), "allocate") - ignored
-        if not named:
+        if not named and not later:
             got = f"{pattern!r}, which makes none that may be cut"
             remedy = "Leave it out; see trace.frozen, and ignore."
             raise explain("names of layers that make channels", got, remedy, "allocate")
@@ -79,3 +86,10 @@ def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.nda
                 raise explain(f"one share for group {name}", got, "Name it once.", "allocate")
     shares = np.array([given[g.name][1] if g.name in given else 1.0 for g in trace.groups])
     return np.asarray(shares / shares.min(initial=np.inf))
+
+
+def as_data(allocate: Allocate) -> str | dict[str, float]:
+    """As a plan has it."""
+    if isinstance(allocate, AsBefore):
+        return as_data(allocate.shares)
+    return allocate if isinstance(allocate, str) else {name: float(share) for name, share in allocate.items()}
