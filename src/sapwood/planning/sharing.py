@@ -26,7 +26,7 @@ class AsBefore:
     now: Mapping[str, Sequence[int]]
 
     def times(self, group: Group) -> float:
-        """How many times as wide a group was; told by a site that is all its own, where it has one."""
+        """How many times as wide a group was, one at least; told by a site that is all its own, where it has one."""
         own = [(n, d) for n, d in group.sites if group.members[n, d].size == self.now[n][d]]
         name, dim = (own or group.sites)[0]
         return self.before[name][dim] / self.now[name][dim]
@@ -61,8 +61,8 @@ def require_allocation(allocate: Any, kind: str = "", where: str = "allocate") -
 def shares_of(trace: Trace, allocate: Allocate, ignore: Iterable[str]) -> np.ndarray:
     """What each group keeps in relation to the one that keeps the least."""
     if isinstance(allocate, AsBefore):
-        times = np.array([allocate.times(group) for group in trace.groups])  # none below one
-        return np.multiply(times, _named_shares(trace, allocate.shares, ignore, later=True))
+        named = _named_shares(trace, allocate.shares, ignore, later=True)
+        return np.array([more * allocate.times(g) for more, g in zip(named, trace.groups, strict=True)])
     return _named_shares(trace, allocate, ignore)
 
 
