@@ -222,14 +222,14 @@ def test_a_point_waits_for_what_its_plan_chose(based: Path, monkeypatch: pytest.
     place = Place(Path("random"), based / "out", based / "runs", kept=based / "kept", split="validation")
     chosen: list[str | None] = [None]
     monkeypatch.setattr(choosing, "best_levels", lambda way, place: chosen[0])
-    point = POINTS["again-90-200"]
+    point = POINTS["again-90-150"]
     assert not is_ready(point, place)
     chosen[0] = "0011"
-    assert is_ready(point, place) and all_epochs(decided(point, place)) == 200
+    assert is_ready(point, place) and all_epochs(decided(point, place)) == 150
     chosen[0] = "0100"
-    assert not is_ready(point, place) and all_epochs(decided(point, place)) == 300
+    assert not is_ready(point, place) and all_epochs(decided(point, place)) == 250
     chosen[0] = "1100"  # the same 100 epochs make both
-    assert all_epochs(decided(point, place)) == 300
+    assert all_epochs(decided(point, place)) == 250
     monkeypatch.setitem(POINTS, "again-100", replace(POINTS["again-100"], epochs=1, batch=64))
     assert main(words(based, "--point", "again-100")) == 0
     dense = finished(place.events("again-100", 0)) or {}

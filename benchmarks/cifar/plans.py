@@ -53,7 +53,7 @@ CHOICES: dict[str, Choice] = {
     },
     "where4": Choice(replace(_CUT, fewer=4.0), {"score": ("l1", "lamp"), "allocate": ("uniform", "global")}),
     "again": Choice(
-        replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
+        replace(_FEW, sparsity=0.9, epochs=32, lr=0.03, mixup=1.0, until=0.25),
         {
             "after": ("", "again-100"),
             "taught": ("", "again-100"),
