@@ -42,11 +42,11 @@ def images(data: Path) -> tuple[TensorLoader, Images, Images]:
     return loader, held, train
 
 
-def dense(path: Path, loader: TensorLoader) -> nn.Module:
+def dense(path: Path, loader: TensorLoader, seed: int = 0) -> nn.Module:
     if not path.exists():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = ResNet(BLOCKS)
-        sw.recover(model, loader, lr=0.1, epochs=40, anneal="cosine", warmup=0.02)
+        sw.recover(model, loader, lr=0.1, epochs=40, anneal="cosine", warmup=0.02, seed=seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), path)
     return base(path, BLOCKS)

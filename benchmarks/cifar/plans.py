@@ -18,6 +18,7 @@ _FEW = replace(ZEROS, clip=1.0, rounds=100, until=0.5)
 _CUT = Recipe(  # as cut found
     epochs=20, inner=False, schedule="cubic", rounds=6, until=0.3, mend=16, lr=0.05, mixup=0.5, cutout=8
 )
+_WHERE = {"score": ("l1", "lamp"), "late": (0.0, 0.4)}
 _CHOSEN = {"regrow": (0.0, 0.8), "score": ("magnitude", "lamp")}
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
@@ -45,12 +46,10 @@ CHOICES: dict[str, Choice] = {
         {"lr": (0.06, 0.2), "mixup": (0.0, 0.3), "weight_decay": (5e-4, 1e-4), **_CHOSEN},
     ),
     "oneshot": Choice(_ONCE, {"lr": (0.05, 0.1), **_SETTINGS}),
-    **{
-        f"where{fewer}": Choice(
-            replace(_CUT, fewer=float(fewer), allocate="global"), {"score": ("l1", "lamp"), "late": (0.0, 0.4)}
-        )
-        for fewer in COMPARED[:2]
-    },
+    "where2.11": Choice(
+        replace(_CUT, fewer=2.11, allocate="global"), {**_WHERE, "rounds": (6, 1), "mend": (16, 0)}
+    ),  # the least that is cut: does it need six refitted cuts, which were decided at 4 times?
+    "where2.57": Choice(replace(_CUT, fewer=2.57, allocate="global"), _WHERE),
     "where4": Choice(replace(_CUT, fewer=4.0), {"score": ("l1", "lamp"), "allocate": ("uniform", "global")}),
     "again": Choice(
         replace(_FEW, sparsity=0.9, epochs=32, lr=0.03, mixup=1.0, until=0.25),
