@@ -3,8 +3,9 @@
 python -m benchmarks.cifar.second_peer [--data ../shared/data/cifar10] [--seeds 0 1 2 3 4] [--bases scratch/second]
     The ResNet-14 of second.py, a dense one of its own for each seed (kept at --bases), since which channels a method
     happens to choose in one network is worth half a point; cut to 1 / 2.11, 2.57 and 4 of its multiply-accumulates and
-    trained for a tenth of its epochs. Ours cuts in six rounds, each refitted; Torch-Pruning, which has neither, at
-    once. Lines of JSON; ours are in benchmarks/results/cifar/second_peer.jsonl
+    trained for a tenth of its epochs. Ours cuts in six rounds, each refitted, and at once, not refitted, as
+    Torch-Pruning does. --ways has some of them only. Lines of JSON; ours are in
+    benchmarks/results/cifar/second_peer.jsonl
 --table FILE   what comes of such lines, as Markdown
 """
 
@@ -34,7 +35,8 @@ from benchmarks.cifar.work import environment
 from sapwood.measurement import count
 
 EPOCHS, BATCHES = 4, 16
-OURS = {"ours, uniform": "uniform", "ours, global": "global"}
+OURS = {"ours, uniform": ("uniform", 6), "ours, global": ("global", 6), "ours, uniform, one cut": ("uniform", 1)}
+"""How a cut is shared out, and in how many rounds."""
 THEIRS = {"Torch-Pruning, L1": "l1", "Torch-Pruning, group norm": "group"}
 HOW: dict[str, Any] = {"lr": 0.05, "anneal": "cosine", "warmup": 0.02, "clip": 1.0, "share": 0.9}
 
@@ -49,10 +51,11 @@ def cut_and_train(way: str, fewer: float, model: nn.Module, loader: Any, seed: i
             weight.grad = None
         return sw.recover(small, loader, teacher=model, fraction=1.0, **how).model
     torch.manual_seed(7)
-    mend = list(itertools.islice(loader, BATCHES))
+    allocate, rounds = OURS[way]
+    mend = list(itertools.islice(loader, BATCHES)) if rounds > 1 else []
     return sw.prune_and_recover(
-        model, example, loader, sw.Budget(flops=1 / fewer), schedule="cubic", rounds=6, until=0.3, mend=mend,
-        distill=True, options={"allocate": OURS[way]}, **how,
+        model, example, loader, sw.Budget(flops=1 / fewer), schedule="cubic", rounds=rounds, until=0.3, mend=mend,
+        distill=True, options={"allocate": allocate}, **how,
     ).model  # fmt: skip
 
 
@@ -76,6 +79,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data/cifar10"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--bases", type=Path, default=Path("scratch/second"))
+    parser.add_argument("--ways", nargs="+", choices=[*OURS, *THEIRS], default=[*OURS, *THEIRS])
     parser.add_argument("--table", type=Path)
     given = parser.parse_args()
     if given.table is not None:
@@ -88,7 +92,7 @@ def main() -> None:
         model = dense(given.bases / f"{seed}.safetensors", loader, seed)
         whole = float(count(model, example)["flops"])
         known = {"dense": accuracy(model, held), "epochs": EPOCHS, **environment(torch.device("cpu"))}
-        for asked, way in itertools.product(COMPARED, (*OURS, *THEIRS)):
+        for asked, way in itertools.product(COMPARED, given.ways):
             began = time.monotonic()
             small = cut_and_train(way, float(asked), model, loader, seed).eval()
             told = {"date": datetime.date.today().isoformat(), "way": way, "asked": asked, "seed": seed}

@@ -19,6 +19,7 @@ from sapwood.capture.trace import trace_of
 from sapwood.errors import SapwoodError
 from sapwood.planning.counts import units_of
 from sapwood.planning.draft import build_plan, draft_plan
+from sapwood.planning.sharing import AsBefore
 from sapwood.scoring import Score, score_groups
 from sapwood.surgery.cut import cut, shape_of_cut
 from sapwood.types import Budget, Plan, Tell
@@ -44,7 +45,9 @@ class Planner:
         self.seen = watch(self.model, self.inputs, self.with_data)
         self.trace = trace_of(self.model, self.seen)
         tensors = named_tensors(self.model)
-        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales)
+        shared = self.options["allocate"]
+        standing = shared.scores if isinstance(shared, AsBefore) else None
+        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales, standing=standing)
         self.barred: dict[str, str] = {}
         if self.score == "bn_scale":
             alone = [g.name for g in self.trace.groups if not self.trace.scales.intersection(g.sites)]

@@ -189,7 +189,8 @@ class _Seed:
             example = with_batch(example, part.batch, torch.device("cpu"), dtype)
         step = _by_example(step, example)
         rebuilt = self._before(index, dense, resumed) if resumed is not None else model
-        pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else (), rebuilt)
+        pruner = Pruner(example, plan, self._batches(part.mend) if part.mend else ())
+        pruner.begin(step, rebuilt)
         placed = send_to_device(example, self.device)
         targets, fading = step.targets(rebuilt, placed), EMPTY
         if part.fade is not None and step.budget is not None:

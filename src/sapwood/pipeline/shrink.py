@@ -13,6 +13,7 @@ from accelerate.utils import broadcast, send_to_device
 from torch import nn
 
 from sapwood.capture.skeleton import named_tensors
+from sapwood.capture.trace import trace
 from sapwood.errors import explain
 from sapwood.masking.mask import mask_
 from sapwood.pipeline.keeping import Keeper, go_on, restored, told
@@ -26,7 +27,9 @@ from sapwood.recovery.recover import epochs_of, require_batches
 from sapwood.recovery.schedules import Schedule
 from sapwood.recovery.session import MARKS, Phase, Point, Session, Validate, steps_for
 from sapwood.recovery.settings import require_unscaled
+from sapwood.scoring import score_groups
 from sapwood.scoring.data import Loss
+from sapwood.scoring.weights import Standing
 from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
 from sapwood.surgery.cut import cut
@@ -36,14 +39,23 @@ EMPTY = Plan({}, {}, {})
 
 
 class Pruner:
-    """Prunes what a loop trains, and remembers the cuts as one plan on the dense model. ``before`` is the model with
-    which a schedule of several rounds began."""
+    """Prunes what a loop trains, and remembers the cuts as one plan on the dense model."""
 
-    def __init__(
-        self, example_inputs: Any, plan: Plan = EMPTY, mend: Sequence[Any] = (), before: nn.Module | None = None
-    ) -> None:
+    def __init__(self, example_inputs: Any, plan: Plan = EMPTY, mend: Sequence[Any] = ()) -> None:
         self.example, self.plan, self.mend = example_inputs, plan, mend
-        self.before = None if before is None else shapes_of(before)
+        self.before: dict[str, tuple[int, ...]] | None = None
+        self.standing: Standing | None = None
+
+    def begin(self, step: Step, before: nn.Module) -> None:
+        """Note what rounds of channels go by: the model with which the first one begins."""
+        if step.is_mask or step.schedule.rounds == 1:
+            return
+        self.before = shapes_of(before)
+        if step.options.get("allocate", "global") == "global":
+            seen = trace(before, send_to_device(self.example, next(before.parameters()).device))
+            self.standing = Standing()
+            score = step.options.get("score", "l1")
+            score_groups(named_tensors(before), seen.groups, score, seen.scales, note=self.standing)
 
     def zeros(self, loop: Loop, budget: Budget | None, step: Step, last: bool) -> None:
         if is_sharded(loop.model):
@@ -71,9 +83,9 @@ class Pruner:
         assert budget is not None
         loop.let_go()  # the cut copies the model as it is
         device, options = next(loop.plain.parameters()).device, dict(step.options)
-        shares = options.get("allocate", "global")
-        if shares != "global" and self.before is not None and step.schedule.rounds > 1:
-            options["allocate"] = AsBefore(shares, self.before, shapes_of(loop.plain))
+        if self.before is not None:
+            shares = options.get("allocate", "global")
+            options["allocate"] = AsBefore(shares, self.before, shapes_of(loop.plain), self.standing)
         done = prune(loop.plain, send_to_device(self.example, device), budget, **options)
         self._go_on(loop, done.model, done.plan)
 
@@ -228,7 +240,8 @@ def prune_and_recover(
     extra: dict[str, Any] = {"temperature": temperature, "share": share, "accelerator": accelerator}
     extra["changing"] = not step.is_mask and not fade and found is None
     loop = Loop(restored(model, found), train_loader, chosen, loss=loss, teacher=teacher, **extra)
-    pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend, model)
+    pruner = Pruner(example_inputs, EMPTY if found is None else found.plan, mend)
+    pruner.begin(step, model)
     total = steps_for(total_epochs, loop, rounds)
     if fade:
         plan = make_plan(model, example_inputs, budget or Budget(channels=1.0), **step.options)

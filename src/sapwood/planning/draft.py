@@ -39,7 +39,8 @@ def draft_plan(
     even = as_data(allocate) == "uniform" if later else bool((shares == 1).all())
 
     def count(steps: RoundTo) -> list[int]:
-        return _count(trace, scores, budget, None if allocate == "global" else shares, even, steps, fixed, barred)
+        shared = None if as_data(allocate) == "global" else shares
+        return _count(trace, scores, budget, shared, even, steps, fixed, barred)
 
     counts, too_many = _in_steps(trace, budget, round_to, count)
     if later:

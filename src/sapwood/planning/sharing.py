@@ -12,18 +12,22 @@ import numpy as np
 from sapwood.capture.trace import Trace
 from sapwood.errors import explain
 from sapwood.planning.names import named_groups
+from sapwood.scoring.weights import Standing
 from sapwood.types import Group
 
 
 @dataclass(frozen=True)
 class AsBefore:
-    """Shares of what every group had before, for a model that has been cut since: shares of what is left, each rounded
-    down in every round, would end up far apart. Made between rounds; fractions are of what there was, too."""
+    """As the first round did, for a model that has been cut since. Shares are of what every group had before: of what
+    is left, each rounded down in every round, they would end up far apart. One ranking goes by what channels were worth
+    before: scores that average to one in what is left of each group would take from the same groups again and again.
+    Made between rounds; fractions are of what there was, too."""
 
     shares: str | Mapping[str, float]
-    """Uniform, or by name."""
     before: Mapping[str, Sequence[int]]
     now: Mapping[str, Sequence[int]]
+    scores: Standing | None = None
+    """What channels were worth before the first round; for one ranking."""
 
     def times(self, group: Group) -> float:
         """How many times as wide a group was, one at least; told by a site that is all its own, where it has one."""

@@ -10,6 +10,7 @@ every group, which makes them comparable across groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -63,6 +64,20 @@ def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tens
     return [torch.cat(rows), columns[0] if len(columns) == 1 else torch.stack(columns).sum(dim=0)]
 
 
+@dataclass
+class Standing:
+    """What the channels of each group were worth at each of its sites, before a first round cut any. What is left of a
+    group is worth as much as the best so many were, however its scores are distributed by now."""
+
+    groups: dict[str, dict[Site, np.ndarray]] = field(default_factory=dict)
+
+    def of(self, group: Group) -> dict[Site, float]:
+        """By site, the mean of those that are left, where that of all was one."""
+        sites = self.groups.get(group.name, {})
+        best = np.argsort(-sum(sites.values(), np.zeros(1)), kind="stable")[: group.width]
+        return {site: float(values[best].mean()) for site, values in sites.items()}
+
+
 Finish = Callable[[np.ndarray], np.ndarray]
 """What becomes of the sums of a group's channels at a site."""
 
@@ -84,8 +99,11 @@ def score_groups(
     score: Score = "l1",
     scales: frozenset[Site] = frozenset(),
     seed: int = 0,
+    standing: Standing | None = None,
+    note: Standing | None = None,
 ) -> list[np.ndarray]:
-    """Scores of every group's channels. Weights without values (meta) score by position."""
+    """Scores of every group's channels. Weights without values (meta) score by position. ``standing`` tells what
+    groups that were cut are worth by now; ``note`` is filled with it."""
     if isinstance(score, str) and score not in NAMES:
         raise explain(
             f"one of {', '.join(NAMES)}, or a function of (weight, dim)",
@@ -95,7 +113,7 @@ def score_groups(
         )
     rng = np.random.default_rng(seed)
     known: dict[tuple[SiteScore, Site], np.ndarray] = {}  # groups that share a weight ask for the same numbers
-    return [_score_group(tensors, g, score, scales, rng, known) for g in groups]
+    return [_score_group(tensors, g, score, scales, rng, known, standing, note) for g in groups]
 
 
 def _score_group(
@@ -105,6 +123,8 @@ def _score_group(
     scales: frozenset[Site],
     rng: np.random.Generator,
     known: dict[tuple[SiteScore, Site], np.ndarray],
+    standing: Standing | None,
+    note: Standing | None,
 ) -> np.ndarray:
     if score == "random":
         return rng.random(group.width) + 0.5
@@ -113,12 +133,12 @@ def _score_group(
     if score == "bn_scale":
         sites = [s for s in group.sites if s in scales]
         if sites:
-            return _combine(tensors, group, sites, l1, known)
+            return _combine(tensors, group, sites, l1, known, None, standing, note)
         score = "l1"  # no norm follows these channels
     function = _NAMED[score] if isinstance(score, str) else score
     weights = [s for s in group.sites if isinstance(tensors[s[0]], nn.Parameter) and tensors[s[0]].dim() > 1]
     finish = _FINISH.get(score) if isinstance(score, str) else None
-    return _combine(tensors, group, weights or list(group.sites), function, known, finish)
+    return _combine(tensors, group, weights or list(group.sites), function, known, finish, standing, note)
 
 
 def _combine(
@@ -127,16 +147,21 @@ def _combine(
     sites: Sequence[Site],
     function: SiteScore,
     known: dict[tuple[SiteScore, Site], np.ndarray],
-    finish: Finish | None = None,
+    finish: Finish | None,
+    standing: Standing | None,
+    note: Standing | None,
 ) -> np.ndarray:
-    total = np.zeros(group.width)
+    total, worth = np.zeros(group.width), {} if standing is None else standing.of(group)
     for site in sites:
         if (function, site) not in known:
             known |= _numbers(tensors[site[0]], site, function)
         owned = known[function, site][group.members[site]].sum(axis=1)
         owned = owned if finish is None else finish(owned)
         mean = np.abs(owned).mean()
-        total += owned / mean if mean > 0 else np.ones_like(owned)
+        values = owned / mean if mean > 0 else np.ones_like(owned)
+        if note is not None:
+            note.groups.setdefault(group.name, {})[site] = values
+        total += values * worth.get(site, 1.0)
     return total / max(len(sites), 1)
 
 
