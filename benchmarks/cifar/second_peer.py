@@ -30,7 +30,7 @@ from benchmarks.cifar import peer
 from benchmarks.cifar.data import accuracy
 from benchmarks.cifar.pace import dense, images
 from benchmarks.cifar.plans import COMPARED
-from benchmarks.cifar.tables import spread
+from benchmarks.cifar.tables import apart, spread
 from benchmarks.cifar.work import environment
 from sapwood.measurement import count
 
@@ -72,6 +72,11 @@ def table(path: Path) -> Iterator[str]:
             size = f" ({runs[0]['fewer_macs']:.2f})" if runs else ""
             cells.append(f"{spread([r['accuracy'] for r in runs])}{size}" if runs else "")
         yield f"| {asked} | {' | '.join(cells)} |"
+    theirs = "Torch-Pruning, L1"
+    for asked, way in itertools.product(COMPARED, OURS):
+        other = {run["seed"]: run["accuracy"] for run in found[theirs, asked]}
+        pairs = [run["accuracy"] - other[run["seed"]] for run in found[way, asked] if run["seed"] in other]
+        yield f"{asked}: {way} against {theirs}, points and networks: {apart(pairs)}"
 
 
 def main() -> None:
