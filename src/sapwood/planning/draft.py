@@ -43,7 +43,7 @@ def draft_plan(
         return _count(trace, scores, budget, shared, even, steps, fixed, barred)
 
     counts, too_many = _in_steps(trace, budget, round_to, count)
-    if later:
+    if later and even:
         too_many = ""  # it speaks of what is left now
     plan = plan_of_counts(trace, scores, counts, describe(budget, allocate, round_to, score_name), barred)
     if too_many and (round_to is not None or (fixed.any() and not barred)):
