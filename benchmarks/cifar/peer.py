@@ -43,6 +43,14 @@ def make_pruner(model: Any, example: torch.Tensor, method: str) -> Any:
     return kind(model, example, importance=importance, global_pruning=True, reg=STRENGTH, **common)
 
 
+def shrunk(model: nn.Module, example: torch.Tensor, method: str, fewer: float, pruner: Any = None) -> nn.Module:
+    """A copy to train: Torch-Pruning keeps autograd's nodes, and with them a stream."""
+    small = copy.deepcopy(shrink(model, example, method, fewer, pruner))
+    for weight in small.parameters():
+        weight.grad = None
+    return small
+
+
 def shrink(model: nn.Module, example: torch.Tensor, method: str, fewer: float, pruner: Any = None) -> nn.Module:
     """In small steps, to the multiply-accumulates nearest to dense / fewer: with one share for all layers the steps
     are not small."""

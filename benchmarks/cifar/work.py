@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 import platform
@@ -120,9 +119,7 @@ class Run:
             more = {**self.training(), "epochs": before, "anneal": "none", "lr": r.lr / 10, "graph": False}
             sw.recover(model, self.loader(), **more | {"optimizer": peer.regularized(pruner, model)})
             self.tell("regularized", accuracy=self.look(model))
-        model = copy.deepcopy(peer.shrink(model, self.example, r.peer, float(r.fewer or 1), pruner))
-        for weight in model.parameters():  # copies: Torch-Pruning keeps autograd's nodes, and with them a stream
-            weight.grad = None
+        model = peer.shrunk(model, self.example, r.peer, float(r.fewer or 1), pruner)
         after = self.look(model)
         more = {**self.training(), "epochs": r.epochs - before}
         more |= {"teacher": dense if r.distill else None, "temperature": r.temperature, "share": r.share}

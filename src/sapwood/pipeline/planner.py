@@ -46,8 +46,8 @@ class Planner:
         self.trace = trace_of(self.model, self.seen)
         tensors = named_tensors(self.model)
         shared = self.options["allocate"]
-        standing = shared.scores if isinstance(shared, AsBefore) else None
-        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales, standing=standing)
+        before = shared.standing if isinstance(shared, AsBefore) else None
+        self.scores = score_groups(tensors, self.trace.groups, self.score, self.trace.scales, before=before)
         self.barred: dict[str, str] = {}
         if self.score == "bn_scale":
             alone = [g.name for g in self.trace.groups if not self.trace.scales.intersection(g.sites)]

@@ -27,9 +27,8 @@ from sapwood.recovery.recover import epochs_of, require_batches
 from sapwood.recovery.schedules import Schedule
 from sapwood.recovery.session import MARKS, Phase, Point, Session, Validate, steps_for
 from sapwood.recovery.settings import require_unscaled
-from sapwood.scoring import score_groups
 from sapwood.scoring.data import Loss
-from sapwood.scoring.weights import Standing
+from sapwood.scoring.weights import Standing, site_scores
 from sapwood.surgery.check import check
 from sapwood.surgery.compose import compose
 from sapwood.surgery.cut import cut
@@ -53,9 +52,8 @@ class Pruner:
         self.before = shapes_of(before)
         if step.options.get("allocate", "global") == "global":
             seen = trace(before, send_to_device(self.example, next(before.parameters()).device))
-            self.standing = Standing()
             score = step.options.get("score", "l1")
-            score_groups(named_tensors(before), seen.groups, score, seen.scales, note=self.standing)
+            self.standing = site_scores(named_tensors(before), seen.groups, score, seen.scales)
 
     def zeros(self, loop: Loop, budget: Budget | None, step: Step, last: bool) -> None:
         if is_sharded(loop.model):

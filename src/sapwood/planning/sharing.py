@@ -26,7 +26,7 @@ class AsBefore:
     shares: str | Mapping[str, float]
     before: Mapping[str, Sequence[int]]
     now: Mapping[str, Sequence[int]]
-    scores: Standing | None = None
+    standing: Standing | None = None
     """What channels were worth before the first round; for one ranking."""
 
     def times(self, group: Group) -> float:

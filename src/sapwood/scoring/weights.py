@@ -10,7 +10,6 @@ every group, which makes them comparable across groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -64,18 +63,16 @@ def _both_sides(weight: torch.Tensor, power: Callable[[torch.Tensor], torch.Tens
     return [torch.cat(rows), columns[0] if len(columns) == 1 else torch.stack(columns).sum(dim=0)]
 
 
-@dataclass
-class Standing:
-    """What the channels of each group were worth at each of its sites, before a first round cut any. What is left of a
-    group is worth as much as the best so many were, however its scores are distributed by now."""
+Standing = Mapping[str, Mapping[Site, np.ndarray]]
+"""What the channels of each group, by name, are worth at each of its sites, where their mean is one."""
 
-    groups: dict[str, dict[Site, np.ndarray]] = field(default_factory=dict)
 
-    def of(self, group: Group) -> dict[Site, float]:
-        """By site, the mean of those that are left, where that of all was one."""
-        sites = self.groups.get(group.name, {})
-        best = np.argsort(-sum(sites.values(), np.zeros(1)), kind="stable")[: group.width]
-        return {site: float(values[best].mean()) for site, values in sites.items()}
+def worth_of(group: Group, before: Standing) -> dict[Site, float]:
+    """What is left of a group is worth as much as the best so many were before others were cut, in the mean and by
+    site, however its scores are distributed by now."""
+    sites = before.get(group.name, {})
+    best = np.argsort(-sum(sites.values(), np.zeros(1)), kind="stable")[: group.width]
+    return {site: float(values[best].mean()) for site, values in sites.items()}
 
 
 Finish = Callable[[np.ndarray], np.ndarray]
@@ -99,11 +96,26 @@ def score_groups(
     score: Score = "l1",
     scales: frozenset[Site] = frozenset(),
     seed: int = 0,
-    standing: Standing | None = None,
-    note: Standing | None = None,
+    before: Standing | None = None,
 ) -> list[np.ndarray]:
-    """Scores of every group's channels. Weights without values (meta) score by position. ``standing`` tells what
-    groups that were cut are worth by now; ``note`` is filled with it."""
+    """Scores of every group's channels. Weights without values (meta) score by position. ``before`` is what
+    ``site_scores`` said before a first round cut any."""
+    found = site_scores(tensors, groups, score, scales, seed)
+    result = []
+    for group in groups:
+        values, worth = found[group.name], worth_of(group, before or {})
+        result.append(sum((worth.get(s, 1.0) * v for s, v in values.items()), np.zeros(group.width)) / len(values))
+    return result
+
+
+def site_scores(
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Group],
+    score: Score = "l1",
+    scales: frozenset[Site] = frozenset(),
+    seed: int = 0,
+) -> Standing:
+    """The parts that a group's scores are the mean of."""
     if isinstance(score, str) and score not in NAMES:
         raise explain(
             f"one of {', '.join(NAMES)}, or a function of (weight, dim)",
@@ -113,7 +125,7 @@ def score_groups(
         )
     rng = np.random.default_rng(seed)
     known: dict[tuple[SiteScore, Site], np.ndarray] = {}  # groups that share a weight ask for the same numbers
-    return [_score_group(tensors, g, score, scales, rng, known, standing, note) for g in groups]
+    return {g.name: _score_group(tensors, g, score, scales, rng, known) for g in groups}
 
 
 def _score_group(
@@ -123,46 +135,39 @@ def _score_group(
     scales: frozenset[Site],
     rng: np.random.Generator,
     known: dict[tuple[SiteScore, Site], np.ndarray],
-    standing: Standing | None,
-    note: Standing | None,
-) -> np.ndarray:
+) -> dict[Site, np.ndarray]:
     if score == "random":
-        return rng.random(group.width) + 0.5
+        return {group.sites[0]: rng.random(group.width) + 0.5}
     if any(tensors[name].is_meta for name, _ in group.sites):
-        return np.linspace(1.5, 0.5, group.width)
+        return {group.sites[0]: np.linspace(1.5, 0.5, group.width)}
     if score == "bn_scale":
         sites = [s for s in group.sites if s in scales]
         if sites:
-            return _combine(tensors, group, sites, l1, known, None, standing, note)
+            return _at_sites(tensors, group, sites, l1, known)
         score = "l1"  # no norm follows these channels
     function = _NAMED[score] if isinstance(score, str) else score
     weights = [s for s in group.sites if isinstance(tensors[s[0]], nn.Parameter) and tensors[s[0]].dim() > 1]
     finish = _FINISH.get(score) if isinstance(score, str) else None
-    return _combine(tensors, group, weights or list(group.sites), function, known, finish, standing, note)
+    return _at_sites(tensors, group, weights or list(group.sites), function, known, finish)
 
 
-def _combine(
+def _at_sites(
     tensors: Mapping[str, torch.Tensor],
     group: Group,
     sites: Sequence[Site],
     function: SiteScore,
     known: dict[tuple[SiteScore, Site], np.ndarray],
-    finish: Finish | None,
-    standing: Standing | None,
-    note: Standing | None,
-) -> np.ndarray:
-    total, worth = np.zeros(group.width), {} if standing is None else standing.of(group)
+    finish: Finish | None = None,
+) -> dict[Site, np.ndarray]:
+    result = {}
     for site in sites:
         if (function, site) not in known:
             known |= _numbers(tensors[site[0]], site, function)
         owned = known[function, site][group.members[site]].sum(axis=1)
         owned = owned if finish is None else finish(owned)
         mean = np.abs(owned).mean()
-        values = owned / mean if mean > 0 else np.ones_like(owned)
-        if note is not None:
-            note.groups.setdefault(group.name, {})[site] = values
-        total += values * worth.get(site, 1.0)
-    return total / max(len(sites), 1)
+        result[site] = owned / mean if mean > 0 else np.ones_like(owned)
+    return result
 
 
 def _numbers(tensor: torch.Tensor, site: Site, function: SiteScore) -> dict[tuple[SiteScore, Site], np.ndarray]:
