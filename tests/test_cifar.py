@@ -23,13 +23,14 @@ from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects, read
 from benchmarks.cifar.jobs import WAITS, held_up, listed
-from benchmarks.cifar.model import ResNet
+from benchmarks.cifar.model import Another, Block, Both, ResNet
 from benchmarks.cifar.options import options
 from benchmarks.cifar.plans import CHOICES
 from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, all_epochs, names_of, recipe_of
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import finished
 from benchmarks.cifar.work import Place
+from sapwood.recovery.regions import blocks_of
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -218,17 +219,24 @@ def test_a_point_goes_on_from_another(based: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
+def test_two_teachers_say_their_mean_and_are_compiled_block_by_block() -> None:
+    x, one, another = torch.randn(2, 3, 32, 32), ResNet(2).eval(), Another(2).eval()
+    both = Both(one, another)
+    assert torch.equal(both(x), (one(x) + another(x)) / 2)
+    assert len(blocks_of(both)) == 12 and {type(block) for block in blocks_of(both)} == {Block}
+
+
 def test_a_point_waits_for_what_its_plan_chose(based: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(Path("random"), based / "out", based / "runs", kept=based / "kept", split="validation")
     chosen: list[str | None] = [None]
     monkeypatch.setattr(choosing, "best_levels", lambda way, place: chosen[0])
     point = POINTS["again-90-150"]
     assert not is_ready(point, place)
-    chosen[0] = "0011"
+    chosen[0] = "001"
     assert is_ready(point, place) and all_epochs(decided(point, place)) == 150
-    chosen[0] = "0100"
+    chosen[0] = "010"
     assert not is_ready(point, place) and all_epochs(decided(point, place)) == 250
-    chosen[0] = "1100"  # the same 100 epochs make both
+    chosen[0] = "110"  # the same 100 epochs make both
     assert all_epochs(decided(point, place)) == 250
     monkeypatch.setitem(POINTS, "again-100", replace(POINTS["again-100"], epochs=1, batch=64))
     assert main(words(based, "--point", "again-100")) == 0

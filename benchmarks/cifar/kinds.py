@@ -63,7 +63,7 @@ class Recipe:
     after: str = ""
     """A point that this one goes on from, with the same seed: its epochs count, too. The base still teaches."""
     taught: str = ""
-    """A point whose end teaches in place of the base, with the same seed: its epochs count, too."""
+    """A point whose end teaches together with the base, with the same seed: its epochs count, too."""
     only: str = ""
     """``drop`` looks at what is left right after pruning, ``train`` trains the base itself."""
 

@@ -45,6 +45,21 @@ class ResNet(nn.Module):
         return cast(torch.Tensor, self.fc(x.mean((2, 3))))
 
 
+class Another(ResNet):
+    """By another name, so that in two side by side it is the blocks that repeat: these are compiled, not networks."""
+
+
+class Both(nn.Module):
+    """Two networks that teach together: what they say in the mean."""
+
+    def __init__(self, one: nn.Module, another: nn.Module) -> None:
+        super().__init__()
+        self.one, self.another = one, another
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, (self.one(x) + self.another(x)) / 2)
+
+
 STREAM = ("conv1", r"re:layers\.\d+\.conv2", r"re:layers\.\d+\.down.*")
 """What makes the channels of the residual stream: ignoring these cuts inside blocks only."""
 
@@ -55,8 +70,8 @@ def stages(blocks: int) -> list[str]:
     return [rf"re:layers\.({'|'.join(map(str, part))})\..*" for part in parts]
 
 
-def base(weights: Path, blocks: int = 9) -> nn.Module:
-    model = ResNet(blocks)
+def base(weights: Path, blocks: int = 9, kind: type[ResNet] = ResNet) -> nn.Module:
+    model = kind(blocks)
     model.load_state_dict(load_file(weights))
     return model.eval()
 

@@ -52,13 +52,8 @@ CHOICES: dict[str, Choice] = {
     "where2.57": Choice(replace(_CUT, fewer=2.57, allocate="global"), _WHERE),
     "where4": Choice(replace(_CUT, fewer=4.0), {"score": ("l1", "lamp"), "allocate": ("uniform", "global")}),
     "again": Choice(
-        replace(_FEW, sparsity=0.9, epochs=32, lr=0.03, mixup=1.0, until=0.25),
-        {
-            "after": ("", "again-100"),
-            "taught": ("", "again-100"),
-            "share": (0.9, 1.0),
-            "temperature": (4.0, 2.0),
-        },
+        replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
+        {"after": ("", "again-100"), "taught": ("", "again-100"), "cutout": (0, 8)},
     ),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut

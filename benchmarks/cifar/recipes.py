@@ -42,8 +42,9 @@ fewest). That for 95% decided for 90% (few-90), too, but for mixup and the rate:
 with the old clipping, which came to between 0.05 and 0.0175 as zeros grew more. Its first seed had 94.00 on the test
 images, less than asked for; so 90% has a plan of its own (tenth), longer steps and more mixup among its settings. With
 what it found, 200 epochs gave 93.99: 120, 160 and 200 epochs are all alike, so that it is not for want of training.
-What is left to try is a better teacher and start (again): the dense model, trained for 100 epochs more with itself as
-teacher and images made harder, and how it teaches. So many more epochs count: 250 of 300 with those of zeros.
+What is left to try is a better start and better teachers (again): the dense model, trained for 100 epochs more with
+itself as teacher and images made harder, to go on from and to teach together with the base. So many more epochs count:
+250 of 300 with those of zeros.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
 from benchmarks.cifar.kinds import Recipe
-from benchmarks.cifar.model import STREAM, ResNet, base, digest, stages
+from benchmarks.cifar.model import STREAM, Another, Both, ResNet, base, digest, stages
 from benchmarks.cifar.recipes import POINTS, all_epochs
 from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
@@ -98,7 +98,8 @@ class Run:
 
     def prune(self) -> dict[str, Any]:
         r, dense = self.recipe, self.dense()
-        start, teacher = (self.weights(self.place.end(n, self.seed)) if n else dense for n in (r.after, r.taught))
+        start = self.weights(self.place.end(r.after, self.seed)) if r.after else dense
+        teacher = Both(dense, self.weights(self.place.end(r.taught, self.seed), Another)) if r.taught else dense
         found = sw.prune_and_recover(
             start, self.example, self.loader(), self.budget(),
             pattern=r.pattern, schedule=r.schedule, rounds=r.rounds, until=r.until, fade=r.fade,
@@ -160,11 +161,11 @@ class Run:
             raise SystemExit(f"{self.place.base} is not there: python -m benchmarks.cifar --point base comes first")
         return self.weights(self.place.base)
 
-    def weights(self, path: Path) -> nn.Module:
+    def weights(self, path: Path, kind: type[ResNet] = ResNet) -> nn.Module:
         if not path.exists():
             needed = " ".join(sorted(self.recipe.needed))
             raise SystemExit(f"{path} is not there: python -m benchmarks.cifar --point {needed} comes first")
-        return base(path, self.place.blocks).to(self.device)
+        return base(path, self.place.blocks, kind).to(self.device)
 
     def keep(self, model: nn.Module, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
