@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.cifar.model import STREAM, Another, Both, ResNet, base, digest, 
 from benchmarks.cifar.recipes import POINTS, all_epochs
 from benchmarks.cifar.tables import finished
 from sapwood.measurement import count
+from sapwood.measurement.machine import describe
 from sapwood.recovery import TensorLoader, refit_, refresh_norms_
 
 KEPT = Path("benchmarks/results/cifar")
@@ -302,6 +302,5 @@ class Run:
         return line
 
 
-def environment(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    return {"device": name, "torch": torch.__version__, "sapwood": sw.__version__}
+def environment(device: torch.device) -> dict[str, Any]:
+    return {**describe(device), "sapwood": sw.__version__}
