@@ -175,7 +175,8 @@ def test_training_with_narrow_convolutions(compiled: bool, monkeypatch: pytest.M
         monkeypatch.setattr(narrow, "DEVICES", ("cuda",))
         monkeypatch.setattr(narrow, "tried", lambda *kind, ours=ours, tries=tries: tries.append(kind) or ours)
         fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True, "graph": True, "compile": compiled}
-        model = sw.recover(repeating(), loader, lr=0.05, epochs=4, teacher=repeating(), **fast).model
+        taught = {"teacher": repeating(), "share": 0.5}  # it knows nothing: labels must be heard beside it
+        model = sw.recover(repeating(), loader, lr=0.05, epochs=4, **taught, **fast).model
         assert len(tries) == 2 and not any("_conv_forward" in vars(m) for m in model.modules())
         assert accuracy(model, x, y) > 0.9
         ends.append(model.state_dict()["0.weight"])
