@@ -40,17 +40,17 @@ def read(folder: Path, split: str) -> Events:
     return dict(found)
 
 
-def spread(values: list[float]) -> str:
+def spread(values: list[float], digits: int = 2) -> str:
     """Mean and standard deviation, then each value."""
     if len(values) == 1:
-        return f"{values[0]:.2f}"
-    each = ", ".join(f"{v:.2f}" for v in values)
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({each})"
+        return f"{values[0]:.{digits}f}"
+    each = ", ".join(f"{v:.{digits}f}" for v in values)
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f} ({each})"
 
 
 def table(events: Events, split: str) -> Iterator[str]:
     head = [f"{split} accuracy, last epoch", "epochs", "fewer MACs", "zeros", "seeds", "accuracy", "against the base"]
-    head += ["asked", "ms a step"]
+    head += ["asked", "cross entropy", "ms a step"]
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for name, runs in events.items():
@@ -61,9 +61,10 @@ def table(events: Events, split: str) -> Iterator[str]:
         asked = f"{point.target}" if split == "test" and point is not None and point.target else ""
         lost = statistics.mean(r["accuracy"] - r["base"] for r in runs)
         steps = [r["ms_per_step"] for r in runs if "ms_per_step" in r]
+        losses = [r["loss"] for r in runs if "loss" in r]
         cells = [
             name, f"{first['epochs']:g}", f"{first['fewer_macs']:.2f}", f"{first['sparsity']:.1%}", str(len(runs)),
-            spread([r["accuracy"] for r in runs]), f"{lost:+.2f}", asked,
+            spread([r["accuracy"] for r in runs]), f"{lost:+.2f}", asked, spread(losses, 4) if losses else "",
             f"{statistics.mean(steps):.2f}" if steps else "",
         ]  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
@@ -123,15 +124,20 @@ def apart(differences: list[float]) -> str:
 def factors(events: Events) -> Iterator[str]:
     """What each factor of a plan of experiments is worth, where all its runs are there."""
     for way, choice in CHOICES.items():
-        found = {levels: events[n][0]["accuracy"] for levels in choice.plan if (n := f"try-{way}-{levels}") in events}
-        if len(found) == len(choice.plan):
-            worth, error = choice.worth(found)
-            told = "" if math.isnan(error) else f", standard error {error:.2f}"
-            yield f"| {way}: factor | first | second | second against first, points{told} |"
-            yield "|---|---|---|---|"
-            for name, gained in worth.items():
-                yield f"| {name} | {choice.factors[name][0]} | {choice.factors[name][1]} | {gained:+.2f} |"
-            yield ""
+        found = {levels: events[n][0] for levels in choice.plan if (n := f"try-{way}-{levels}") in events}
+        if len(found) < len(choice.plan):
+            continue
+        columns, heads = [], []
+        for what, unit, digits in (("accuracy", "points", 2), ("loss", "cross entropy", 4)):
+            if all(what in run for run in found.values()):
+                worth, error = choice.worth({levels: run[what] for levels, run in found.items()})
+                columns.append([f"{gained:+.{digits}f}" for gained in worth.values()])
+                heads.append(unit if math.isnan(error) else f"{unit}, standard error {error:.{digits}f}")
+        yield f"| {way}: factor | first | second | second against first, {' | '.join(heads)} |"
+        yield "|---" * (3 + len(heads)) + "|"
+        for (name, (first, second)), *gained in zip(choice.factors.items(), *columns, strict=True):
+            yield f"| {name} | {first} | {second} | {' | '.join(gained)} |"
+        yield ""
 
 
 def _but(chosen: tuple[str, ...], place: int) -> tuple[str, ...]:
