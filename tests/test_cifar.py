@@ -372,6 +372,15 @@ def test_jobs_can_be_added_while_others_run(tmp_path: Path, capsys: pytest.Captu
     assert "not begun: job0, job1, job2, job3" in capsys.readouterr().out
 
 
+def test_runs_that_others_wait_for_begin_beside_a_full_house(tmp_path: Path) -> None:
+    """One job alone has the only place, and goes on only when the other, which is first, has begun."""
+    there, code = tmp_path / "there", "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]); "
+    wait = code + "[time.sleep(0.1) for _ in range(200) if not here.exists()]; sys.exit(not here.exists())"
+    alone = ("alone", [sys.executable, "-c", wait, str(there)])
+    first = ("first", [sys.executable, "-c", code + "here.touch()", str(there), "--first"])
+    assert run_all(lambda: [alone, first], 1, tmp_path, {}, time.time() + 60) == 0
+
+
 def test_the_record_runs_every_plan() -> None:
     path = Path(__file__).parents[1] / "benchmarks" / "cifar" / "record.jobs"
     asked = [options().parse_args(line.split()) for line in path.read_text().splitlines()]

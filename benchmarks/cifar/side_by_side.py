@@ -14,6 +14,8 @@ from pathlib import Path
 
 STARTING, MORE = 40, 2
 """Seconds in which a process sets up, and how many more there may be for that."""
+FIRST = "--first"
+"""Said of a run that others wait for."""
 TOUCH = "import torch; torch.ones(1, device='cuda').add_(1).item()"
 
 
@@ -59,7 +61,7 @@ def _quit(control: str, env: dict[str, str]) -> None:
 
 def _priority(command: Sequence[str]) -> dict[str, str]:
     """MPS lets the kernels of what others wait for go first."""
-    return {"CUDA_MPS_CLIENT_PRIORITY": "0" if "--first" in command else "1"}
+    return {"CUDA_MPS_CLIENT_PRIORITY": "0" if FIRST in command else "1"}
 
 
 def run_all(
@@ -72,8 +74,9 @@ def run_all(
 ) -> int:
     """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed.
 
-    One that has just been started leaves the GPU to others for a while and counts half, so that there can be MORE. What
-    there is to run is asked for whenever there is room, so that jobs can be added on the way.
+    One that has just been started leaves the GPU to others for a while and counts half, so that there can be MORE; and as
+    many more again of those that others wait for. What there is to run is asked for whenever there is room, so that
+    jobs can be added on the way.
     """
     logs.mkdir(parents=True, exist_ok=True)
     begun: set[str] = set()
@@ -83,12 +86,13 @@ def run_all(
         while True:
             busy = sum(0.5 if time.time() - since < STARTING else 1 for _, since in going.values())
             room = min(at_once - math.ceil(busy), at_once + MORE - len(going))
-            waiting = [] if room <= 0 else [job for job in jobs() if job[0] not in begun]
+            waiting = [] if room <= -MORE else [job for job in jobs() if job[0] not in begun]
             if waiting and time.time() >= end and not going:
                 print(f"time is up; not begun: {', '.join(n for n, _ in waiting)}", flush=True)
             if not going and (not waiting or time.time() >= end):
                 return failed
-            for name, command in waiting[:room] if time.time() < end else []:
+            fit = [job for place, job in enumerate(waiting) if place < room + (MORE if FIRST in job[1] else 0)]
+            for name, command in fit if time.time() < end else []:
                 with (logs / f"{name}.log").open("a") as log:
                     own = {**os.environ, **env, **_priority(command)}
                     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=own)
