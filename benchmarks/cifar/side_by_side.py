@@ -74,8 +74,8 @@ def run_all(
 ) -> int:
     """Run commands by name, so many at a time; none is started after ``end``. Gives how many failed.
 
-    One that has just been started leaves the GPU to others for a while and counts half, so that there can be MORE; and as
-    many more again of those that others wait for. What there is to run is asked for whenever there is room, so that
+    One that has just been started leaves the GPU to others for a while and counts half, so that there can be MORE,
+    and as many again of those that others wait for. What there is to run is asked for whenever there is room, so that
     jobs can be added on the way.
     """
     logs.mkdir(parents=True, exist_ok=True)
