@@ -23,6 +23,8 @@ from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
 from benchmarks.cifar.factors import NAMES, effects, read
 from benchmarks.cifar.jobs import WAITS, held_up, listed
+from benchmarks.cifar.kinds import Recipe
+from benchmarks.cifar.mixing import Harder
 from benchmarks.cifar.model import Another, Block, Both, ResNet
 from benchmarks.cifar.options import options
 from benchmarks.cifar.plans import CHOICES
@@ -162,6 +164,15 @@ def test_plans_of_experiments_ask_for_every_factor_alike() -> None:
         assert choice.at(choice.plan[0]) == replace(choice.start, **{n: p[0] for n, p in choice.factors.items()})
 
 
+def test_a_plan_may_be_decided_by_cross_entropy(tmp_path: Path) -> None:
+    place, choice = Place(Path("random"), tmp_path, tmp_path, kept=tmp_path), CHOICES["last"]
+    for levels in choice.plan:
+        less = sum(g * int(x) for x, g in zip(levels, (0.01, -0.02, 0.03, 0.0), strict=True))
+        event = {"event": "done", "base_digest": "b", "accuracy": 90.0 - int(levels[0]), "loss": 0.2 - less}
+        (tmp_path / f"try-last-{levels}-validation-0.jsonl").write_text(json.dumps(event) + "\n")
+    assert choice.by == "loss" and best_levels("last", place) == "1010"
+
+
 def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
     place = Place(Path("random"), tmp_path / "out", tmp_path / "runs", kept=tmp_path / "kept")
     point, choice, tried = POINTS["long-2.57-100"], CHOICES["long"], POINTS["try-half-00000"]
@@ -217,6 +228,25 @@ def test_a_point_goes_on_from_another(based: Path, monkeypatch: pytest.MonkeyPat
     assert sum(int((w == 0).sum()) for n, w in weights.items() if w.dim() > 1) == pytest.approx(
         0.5 * sum(w.numel() for w in weights.values() if w.dim() > 1), abs=1
     )
+
+
+def test_images_are_mixed_and_cut_out_until_they_calm_down() -> None:
+    torch.manual_seed(0)
+    bright = Images(torch.full((64, 3, 32, 32), 255, dtype=torch.uint8), torch.arange(64) % 10)
+    for recipe in (Recipe(mixup=1.0, cutout=8, calm=0.25, batch=32), Recipe(cutmix=1.0, cutout=8, calm=0.25, batch=32)):
+        images = Harder(bright, recipe)
+        images.progress(74, 100)
+        harder = list(images)
+        images.progress(75, 100)
+        plain = list(images)
+        assert len(harder) == len(plain) == 2
+        assert all((x == 0).any() and (y > 0).sum() > len(y) for x, y in harder)
+        assert all((x > 0).all() and sorted(y.unique().tolist()) == [0, 1] for x, y in plain)
+        kinds = {(x.shape, x.dtype, x.stride(), y.shape, y.dtype) for x, y in harder + plain}
+        assert len(kinds) == 1  # a captured step takes both
+    images = Harder(bright, replace(recipe, calm=0.0))
+    images.progress(100, 100)
+    assert any((x == 0).any() for x, _ in images)
 
 
 def test_two_teachers_say_their_mean_and_are_compiled_block_by_block() -> None:

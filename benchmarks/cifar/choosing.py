@@ -17,7 +17,8 @@ def best_levels(way: str, place: Place) -> str | None:
         return None
     if len(bases := {run["base_digest"] for run in found.values()}) > 1:
         raise SystemExit(f"runs of try-{way} started from {len(bases)} different bases: remove those of all but one")
-    worth, _ = choice.worth({levels: run["accuracy"] for levels, run in found.items()})
+    better = -1 if choice.by == "loss" else 1
+    worth, _ = choice.worth({levels: better * run[choice.by] for levels, run in found.items()})
     return "".join("1" if round(gained, 6) > 0 else "0" for gained in worth.values())
 
 

@@ -55,6 +55,8 @@ class Recipe:
     mixup: float = 0.0
     cutmix: float = 0.0
     """Of mixup and cutmix one at most: how much of another image, as the parameter of a beta distribution."""
+    calm: float = 0.0
+    """The share of the steps, at the end, that are without mixup, cutmix and cutout."""
     batch: int = 256
     peer: str = ""
     """A method of Torch-Pruning in place of ours: l1, group or sparse."""
@@ -89,6 +91,8 @@ class Choice:
 
     start: Recipe
     factors: Mapping[str, tuple[Any, Any]]
+    by: str = "accuracy"
+    """What decides: accuracy, or loss, which is the cross entropy of the held images and less a matter of chance."""
 
     @property
     def plan(self) -> list[str]:

@@ -55,7 +55,12 @@ CHOICES: dict[str, Choice] = {
         replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
         {"after": ("", "again-100"), "taught": ("", "again-100"), "cutout": (0, 8)},
     ),
+    "last": Choice(
+        replace(_FEW, sparsity=0.9, epochs=80, mixup=1.0, until=0.25),
+        {"lr": (0.05, 0.1), "share": (0.9, 0.5), "calm": (0.0, 0.2), "cutout": (8, 12)},
+        by="loss",
+    ),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth. In plans of zeros
-their gradients counted in clipping, but not in few, fewest, tenth and again."""
+from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth, last from
+again. In plans of zeros their gradients counted in clipping, but not in few, fewest, tenth, again and last."""

@@ -42,9 +42,14 @@ fewest). That for 95% decided for 90% (few-90), too, but for mixup and the rate:
 with the old clipping, which came to between 0.05 and 0.0175 as zeros grew more. Its first seed had 94.00 on the test
 images, less than asked for; so 90% has a plan of its own (tenth), longer steps and more mixup among its settings. With
 what it found, 200 epochs gave 93.99: 120, 160 and 200 epochs are all alike, so that it is not for want of training.
-What is left to try is a better start and better teachers (again): the dense model, trained for 100 epochs more with
-itself as teacher and images made harder, to go on from and to teach together with the base. So many more epochs count:
-250 of 300 with those of zeros.
+Then a better start and better teachers were tried (again): the dense model, trained for 100 epochs more with itself as
+teacher and images made harder, to go on from and to teach together with the base. Neither paid; the plan chose cutout
+alone, of which 150 epochs had 93.96 on the test images (one seed), but with a lower cross entropy than any before.
+By that, which is less a matter of chance than accuracies that are 0.1 apart, cutout, more mixup and longer steps are
+each better in every clipped plan of 90% zeros. The accuracy on test images has not followed: images that are harder
+all the time are not those that are judged by. So the last plan, for the 300 epochs that are asked for and decided by
+cross entropy, asks whether a fifth of the steps at the end should have plain images (calm; He et al., 2019, saw that
+this makes up for such a gap), and for still longer steps, labels beside the teacher and larger squares cut out.
 """
 
 from __future__ import annotations
@@ -75,6 +80,7 @@ FIRST: dict[str, Recipe] = {
     "promise-4-40": replace(_PROMISE, fewer=4.0, epochs=40),
     "peer-2.57-40-l1": replace(_PROMISE, fewer=2.57, epochs=40, peer="l1", mend=0),
     "few-90-120": Recipe(way="few", sparsity=0.9, epochs=120, lr=0.025, mixup=0.5, target=94.1),
+    "again-90-150": Recipe(way="again", sparsity=0.9, epochs=150, target=94.1),
 }
 """Earlier recipes for points of the record, which have been run on test images."""
 
@@ -102,7 +108,7 @@ POINTS |= {
     "again-100": Recipe(
         channels=1.0, inner=False, epochs=100, lr=0.05, mixup=0.5, cutout=8
     ),  # the dense model, as shape
-    "again-90-150": Recipe(way="again", sparsity=0.9, epochs=150, target=94.1),
+    "last-90-300": Recipe(way="last", sparsity=0.9, epochs=300, target=94.1),
     "few-95-150": Recipe(way="few", sparsity=0.95, epochs=150, target=93.6),
     "fewest-98-220": Recipe(way="fewest", sparsity=0.98, epochs=220, target=92.0),
 }

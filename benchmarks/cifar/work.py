@@ -17,6 +17,7 @@ import sapwood as sw
 from benchmarks.cifar import peer, scores
 from benchmarks.cifar.data import MEAN, STD, WEIGHTS, accuracy, load, loss
 from benchmarks.cifar.kinds import Recipe
+from benchmarks.cifar.mixing import Harder
 from benchmarks.cifar.model import STREAM, Another, Both, ResNet, base, digest, stages
 from benchmarks.cifar.recipes import POINTS, all_epochs
 from benchmarks.cifar.tables import finished
@@ -200,29 +201,9 @@ class Run:
         more = {"calibration": self.batches(8)} if r.score == "taylor" else {}
         return {"score": r.score, "scope": "global" if r.allocate == "global" else "local", **more}
 
-    def loader(self) -> TensorLoader:
-        r = self.recipe
-        return TensorLoader(
-            self.train.x, self.train.y, min(r.batch, len(self.train.y)), pad=4, flip=True, cutout=r.cutout,
-            mean=MEAN, std=STD, drop_last=True, transform=self._mixed if r.mixup or r.cutmix else None,
-        )  # fmt: skip
-
-    def _mixed(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixup: every image and its label with some of another; cutmix: a rectangle of another in its place."""
-        r = self.recipe
-        alpha = torch.full((), r.mixup or r.cutmix)
-        much = float(torch.distributions.Beta(alpha, alpha).sample())
-        other, soft = torch.randperm(len(y), device=y.device), nn.functional.one_hot(y, 10).float()
-        if r.mixup:
-            mixed = torch.lerp(x[other], x, much)
-        else:
-            height, width = x.shape[2:]
-            top, left = (int(torch.randint(n, ())) for n in (height, width))
-            down, across = (min(n, at + round(n * (1 - much) ** 0.5)) for n, at in ((height, top), (width, left)))
-            mixed = x.clone()
-            mixed[:, :, top:down, left:across] = x[other, :, top:down, left:across]
-            much = 1 - (down - top) * (across - left) / (height * width)
-        return mixed.contiguous(memory_format=torch.channels_last), torch.lerp(soft[other], soft, much)
+    def loader(self) -> Harder:
+        self.images = Harder(self.train, self.recipe)
+        return self.images
 
     def batches(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         torch.manual_seed(7)
@@ -231,13 +212,13 @@ class Run:
         return [pair for pair, _ in zip(loader, range(count), strict=False)]
 
     def training(self) -> dict[str, Any]:
-        """All that ``recover`` takes; on a GPU with its switches for speed."""
+        """All that ``recover`` takes, in the same precision everywhere; on a GPU with its other switches for speed."""
         r, place = self.recipe, self.place
-        fast: dict[str, Any] = {}
+        fast: dict[str, Any] = {"mixed_precision": "bf16", "channels_last": True}
         if self.device.type == "cuda":
-            fast = {"mixed_precision": "bf16", "channels_last": True, "fused": True}
             alike = r.allocate == "uniform" and r.peer in ("", "l1")  # else each block is of a kind of its own
-            fast |= {"graph": place.graph, "compile": place.compile and (alike or not (r.fewer or r.channels))}
+            compile = place.compile and (alike or not (r.fewer or r.channels))
+            fast |= {"fused": True, "graph": place.graph, "compile": compile}
         if r.decay_all:
             fast["optimizer"] = self.optimizer
         validate = None if place.split == "test" else self.look
@@ -258,6 +239,7 @@ class Run:
     def on_step(self, step: int, total: int) -> None:
         now = time.monotonic()
         self.steps += 1
+        self.images.progress(step, total)
         if self.steps == 200:  # set up by now
             self.stepped = now
         if self.steps % 2000 == 0:
