@@ -50,13 +50,12 @@ CHOICES: dict[str, Choice] = {
         replace(_CUT, fewer=2.11, allocate="global"), {**_WHERE, "rounds": (6, 1), "mend": (16, 0)}
     ),  # the least that is cut: does it need six refitted cuts, which were decided at 4 times?
     "where2.57": Choice(replace(_CUT, fewer=2.57, allocate="global"), _WHERE),
-    "where4": Choice(replace(_CUT, fewer=4.0), {"score": ("l1", "lamp"), "allocate": ("uniform", "global")}),
     "again": Choice(
         replace(_FEW, sparsity=0.9, epochs=45, lr=0.03, mixup=1.0, until=0.25),
         {"after": ("", "again-100"), "taught": ("", "again-100"), "cutout": (0, 8)},
     ),
     "last": Choice(
-        replace(_FEW, sparsity=0.9, epochs=80, mixup=1.0, until=0.25),
+        replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25),
         {"lr": (0.05, 0.1), "share": (0.9, 0.5), "calm": (0.0, 0.2), "cutout": (8, 12)},
         by="loss",
     ),
