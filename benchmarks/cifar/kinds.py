@@ -54,7 +54,7 @@ class Recipe:
     cutout: int = 0
     mixup: float = 0.0
     cutmix: float = 0.0
-    """Of mixup and cutmix one at most: how much of another image, as the parameter of a beta distribution."""
+    """How much of another image, as the parameters of beta distributions; with both, each batch has one of them."""
     calm: float = 0.0
     """The share of the steps, at the end, that are without mixup, cutmix and cutout."""
     batch: int = 256

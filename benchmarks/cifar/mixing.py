@@ -13,10 +13,10 @@ from sapwood.recovery import TensorLoader
 class Harder(TensorLoader):
     """Batches of images that are harder than the plain ones, until they calm down."""
 
-    def __init__(self, images: Images, recipe: Recipe) -> None:
+    def __init__(self, images: Images, recipe: Recipe, pad: int = 4) -> None:
         self.recipe, self.calm = recipe, False
         super().__init__(
-            images.x, images.y, min(recipe.batch, len(images.y)), pad=4, flip=True, cutout=recipe.cutout,
+            images.x, images.y, min(recipe.batch, len(images.y)), pad=pad, flip=True, cutout=recipe.cutout,
             mean=MEAN, std=STD, drop_last=True, transform=self.mixed if recipe.mixup or recipe.cutmix else None,
         )  # fmt: skip
 
@@ -26,14 +26,16 @@ class Harder(TensorLoader):
             self.calm, self.cutout = True, 0
 
     def mixed(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixup: every image and its label with some of another; cutmix: a rectangle of another in its place."""
+        """Mixup: every image and its label with some of another; cutmix: a rectangle of another in its place; where
+        there are both, each batch has one of them."""
         r, soft = self.recipe, nn.functional.one_hot(y, 10).float()
         if self.calm:
             return x.contiguous(memory_format=torch.channels_last), soft  # of the same kind: steps may be captured
-        alpha = torch.full((), r.mixup or r.cutmix)
+        blend = bool(r.mixup) and (not r.cutmix or float(torch.rand(())) < 0.5)
+        alpha = torch.full((), r.mixup if blend else r.cutmix)
         much = float(torch.distributions.Beta(alpha, alpha).sample())
         other = torch.randperm(len(y), device=y.device)
-        if r.mixup:
+        if blend:
             mixed = torch.lerp(x[other], x, much)
         else:
             height, width = x.shape[2:]

@@ -59,6 +59,17 @@ CHOICES: dict[str, Choice] = {
         {"lr": (0.05, 0.1), "share": (0.9, 0.5), "calm": (0.0, 0.2), "cutout": (8, 12)},
         by="loss",
     ),
+    "scout": Choice(
+        replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25, lr=0.1, share=0.5, cutout=8),
+        {
+            "cutmix": (0.0, 1.0),
+            "regrow": (0.0, 0.8),
+            "temperature": (4.0, 2.0),
+            "weight_decay": (5e-4, 2e-4),
+            "until": (0.25, 0.1),
+        },
+        by="loss",
+    ),  # asked of a small network only, by_heart.py: what else the last plan might ask
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
 from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth, last from
