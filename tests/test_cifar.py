@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.cifar import choosing, data, status, tables
+from benchmarks.cifar import by_heart, choosing, data, status, tables
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
@@ -247,6 +247,37 @@ def test_images_are_mixed_and_cut_out_until_they_calm_down() -> None:
     images = Harder(bright, replace(recipe, calm=0.0))
     images.progress(100, 100)
     assert any((x == 0).any() for x, _ in images)
+
+
+def test_with_mixup_and_cutmix_each_batch_has_one_of_them() -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(400) % 10
+    images = Images((labels * 20).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 8, 8).contiguous(), labels)
+    pure = {round(float(v), 4) for x, _ in Harder(images, Recipe(batch=40), 2) for v in x[:, 0].unique()}
+    assert len(pure) == 10
+
+    def pieced(recipe: Recipe) -> list[bool]:
+        batches = [x for x, _ in Harder(images, recipe, 2)]
+        return [all(round(float(v), 4) in pure for v in x[:, 0].unique()) for x in batches]
+
+    assert not any(pieced(Recipe(batch=40, mixup=1.0))) and all(pieced(Recipe(batch=40, cutmix=1.0)))
+    assert set(pieced(Recipe(batch=40, mixup=1.0, cutmix=1.0))) == {True, False}
+
+
+def test_a_plan_with_a_small_network_says_what_each_setting_is_worth(tmp_path: Path) -> None:
+    path, lines = tmp_path / "lines.jsonl", []
+    for levels in CHOICES["tenth"].plan:
+        first, second, _ = (int(level) for level in levels)  # lr and mixup
+        figures = {"accuracy": 70 + 0.5 * first - second, "loss": 0.9 - 0.02 * first}
+        lines += [json.dumps({"way": "tenth", "levels": levels, "seed": seed, **figures}) for seed in (0, 1)]
+    path.write_text("\n".join(lines))
+    told = list(by_heart.table(path))
+    assert told[0] == "| tenth, 8 runs | accuracy | cross entropy |"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in told[2:6]]
+    assert [row[0] for row in rows] == ["lr 0.03, 0.08", "mixup 0.5, 1.0", "until 0.5, 0.25", "standard error"]
+    assert [abs(float(row[1])) for row in rows] == [0.5, 1, 0, 0] and float(rows[1][1]) == -1
+    assert [float(row[2]) for row in rows] == [-0.02, 0, 0, 0]
+    assert not {"again", "where2.11", "oneshot"} & set(by_heart.WAYS) and "last" in by_heart.WAYS
 
 
 def test_two_teachers_say_their_mean_and_are_compiled_block_by_block() -> None:
