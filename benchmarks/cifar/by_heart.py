@@ -1,8 +1,8 @@
 """What do plans say with a network that knows its training images by heart? A small one on a CPU, in minutes.
 
-python -m benchmarks.cifar.by_heart WAY ... [--data ../shared/data/cifar10] [--seeds 0 1] [--bases scratch/by-heart]
-    every run of these plans (plans.CHOICES) for ResNet-14 on 5,000 training images of 16 x 16 pixels, dense for 160
-    epochs (kept at --bases, one for each seed), zeros for 80; squares cut out are half as large, batches are of 128.
+python -m benchmarks.cifar.by_heart [--ways scout] [--data ../shared/data/cifar10] [--seeds 0 1] [--bases FOLDER]
+    every run of these plans (of plans.CHOICES) for ResNet-14 on 5,000 training images of 16 x 16 pixels, dense for 160
+    epochs (kept there, one for each seed), zeros for 80; squares cut out are half as large, batches are of 128.
     Judged by 30,000 other training images. The networks of pace.py and second.py learn little by heart, so that they
     cannot say what harder images are worth. Lines of JSON; ours are in benchmarks/results/cifar/by_heart.jsonl
 --table FILE   what each setting is worth by such lines, as Markdown
@@ -87,7 +87,7 @@ def table(path: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", nargs="*", choices=WAYS, metavar="WAY")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["scout"])
     parser.add_argument("--data", type=Path, default=Path("../shared/data/cifar10"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--bases", type=Path, default=Path("scratch/by-heart"))
@@ -102,7 +102,7 @@ def main() -> None:
         model = dense(given.bases / f"{seed}.safetensors", train, seed)
         known: dict[str, Any] = {"dense": round(accuracy(model, held), 3), "of training images": accuracy(model, train)}
         known |= {"epochs": EPOCHS, **environment(torch.device("cpu"))}
-        for way, levels in [(name, row) for name in given.way for row in CHOICES[name].plan]:
+        for way, levels in [(name, row) for name in given.ways for row in CHOICES[name].plan]:
             began = time.monotonic()
             found = run(CHOICES[way].at(levels), model, train, seed)
             told = {"date": datetime.date.today().isoformat(), "way": way, "levels": levels, "seed": seed}

@@ -55,8 +55,14 @@ CHOICES: dict[str, Choice] = {
         {"after": ("", "again-100"), "taught": ("", "again-100"), "cutout": (0, 8)},
     ),
     "last": Choice(
-        replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25),
-        {"lr": (0.05, 0.1), "share": (0.9, 0.5), "calm": (0.0, 0.2), "cutout": (8, 12)},
+        replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25, cutout=8),
+        {
+            "lr": (0.05, 0.1),
+            "share": (0.9, 0.5),
+            "cutmix": (0.0, 1.0),
+            "regrow": (0.0, 0.8),
+            "calm": (0.0, 0.2),
+        },
         by="loss",
     ),
     "scout": Choice(

@@ -49,7 +49,9 @@ By that, which is less a matter of chance than accuracies that are 0.1 apart, cu
 each better in every clipped plan of 90% zeros. The accuracy on test images has not followed: images that are harder
 all the time are not those that are judged by. So the last plan, for the 300 epochs that are asked for and decided by
 cross entropy, asks whether a fifth of the steps at the end should have plain images (calm; He et al., 2019, saw that
-this makes up for such a gap), and for still longer steps, labels beside the teacher and larger squares cut out.
+this makes up for such a gap), for still longer steps, and for labels beside the teacher. Before it was run, a small
+network that knows its images by heart (by_heart.py) was asked what else might be worth a try (scout): zeros that may
+come back, and mixup in some batches and cutmix in the others, were, so that the plan asks for these, too.
 """
 
 from __future__ import annotations
