@@ -167,10 +167,10 @@ def test_plans_of_experiments_ask_for_every_factor_alike() -> None:
 def test_a_plan_may_be_decided_by_cross_entropy(tmp_path: Path) -> None:
     place, choice = Place(Path("random"), tmp_path, tmp_path, kept=tmp_path), CHOICES["last"]
     for levels in choice.plan:
-        less = sum(g * int(x) for x, g in zip(levels, (0.01, -0.02, 0.03, 0.0), strict=True))
+        less = sum(g * int(x) for x, g in zip(levels, (0.01, -0.02, 0.03, 0.0, -0.01), strict=True))
         event = {"event": "done", "base_digest": "b", "accuracy": 90.0 - int(levels[0]), "loss": 0.2 - less}
         (tmp_path / f"try-last-{levels}-validation-0.jsonl").write_text(json.dumps(event) + "\n")
-    assert choice.by == "loss" and best_levels("last", place) == "1010"
+    assert choice.by == "loss" and best_levels("last", place) == "10100"
 
 
 def test_a_point_is_made_of_the_better_settings(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_plan_with_a_small_network_says_what_each_setting_is_worth(tmp_path: P
     assert [row[0] for row in rows] == ["lr 0.03, 0.08", "mixup 0.5, 1.0", "until 0.5, 0.25", "standard error"]
     assert [abs(float(row[1])) for row in rows] == [0.5, 1, 0, 0] and float(rows[1][1]) == -1
     assert [float(row[2]) for row in rows] == [-0.02, 0, 0, 0]
-    assert not {"again", "where2.11", "oneshot"} & set(by_heart.WAYS) and "last" in by_heart.WAYS
+    assert not {"again", "where2.11", "oneshot"} & set(by_heart.PLANS) and {"last", "scout"} <= set(by_heart.PLANS)
 
 
 def test_two_teachers_say_their_mean_and_are_compiled_block_by_block() -> None:

@@ -1,7 +1,7 @@
 """What do plans say with a network that knows its training images by heart? A small one on a CPU, in minutes.
 
 python -m benchmarks.cifar.by_heart [--ways scout] [--data ../shared/data/cifar10] [--seeds 0 1] [--bases FOLDER]
-    every run of these plans (of plans.CHOICES) for ResNet-14 on 5,000 training images of 16 x 16 pixels, dense for 160
+    every run of these plans (plans.py) for ResNet-14 on 5,000 training images of 16 x 16 pixels, dense for 160
     epochs (kept there, one for each seed), zeros for 80; squares cut out are half as large, batches are of 128.
     Judged by 30,000 other training images. The networks of pace.py and second.py learn little by heart, so that they
     cannot say what harder images are worth. Lines of JSON; ours are in benchmarks/results/cifar/by_heart.jsonl
@@ -30,15 +30,17 @@ from benchmarks.cifar.kinds import Recipe
 from benchmarks.cifar.mixing import Harder
 from benchmarks.cifar.model import ResNet, base
 from benchmarks.cifar.pace import BLOCKS, smaller
-from benchmarks.cifar.plans import CHOICES
+from benchmarks.cifar.plans import CHOICES, SMALL
 from benchmarks.cifar.work import environment
 from sapwood.recovery import TensorLoader
 
 TRAINED, HELD, BATCH, PAD = 5_000, 30_000, 128, 2
 BEFORE, EPOCHS = 160, 80
-WAYS = [
-    way for way, c in CHOICES.items() if c.start.schedule == "cubic" and c.start.sparsity and "after" not in c.factors
-]
+PLANS = {
+    way: choice
+    for way, choice in {**CHOICES, **SMALL}.items()
+    if choice.start.schedule == "cubic" and choice.start.sparsity and "after" not in choice.factors
+}
 """Gradual zeros, from the dense network."""
 
 
@@ -74,7 +76,7 @@ def run(recipe: Recipe, model: nn.Module, train: Images, seed: int) -> nn.Module
 def table(path: Path) -> Iterator[str]:
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     for way in dict.fromkeys(r["way"] for r in runs):
-        own, choice = [r for r in runs if r["way"] == way], CHOICES[way]
+        own, choice = [r for r in runs if r["way"] == way], PLANS[way]
         rows = [[2 * int(level) - 1 for level in r["levels"]] for r in own]
         worth, error = effects(rows, [[r["accuracy"], r["loss"]] for r in own])
         yield f"| {way}, {len(own)} runs | accuracy | cross entropy |"
@@ -87,7 +89,7 @@ def table(path: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["scout"])
+    parser.add_argument("--ways", nargs="+", choices=PLANS, default=["scout"])
     parser.add_argument("--data", type=Path, default=Path("../shared/data/cifar10"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--bases", type=Path, default=Path("scratch/by-heart"))
@@ -102,9 +104,9 @@ def main() -> None:
         model = dense(given.bases / f"{seed}.safetensors", train, seed)
         known: dict[str, Any] = {"dense": round(accuracy(model, held), 3), "of training images": accuracy(model, train)}
         known |= {"epochs": EPOCHS, **environment(torch.device("cpu"))}
-        for way, levels in [(name, row) for name in given.ways for row in CHOICES[name].plan]:
+        for way, levels in [(name, row) for name in given.ways for row in PLANS[name].plan]:
             began = time.monotonic()
-            found = run(CHOICES[way].at(levels), model, train, seed)
+            found = run(PLANS[way].at(levels), model, train, seed)
             told = {"date": datetime.date.today().isoformat(), "way": way, "levels": levels, "seed": seed}
             told |= {"accuracy": round(accuracy(found, held), 3), "loss": round(loss(found, held), 5)}
             told |= {"seconds": round(time.monotonic() - began)}

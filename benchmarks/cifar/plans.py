@@ -65,6 +65,11 @@ CHOICES: dict[str, Choice] = {
         },
         by="loss",
     ),
+}
+"""What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
+from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth, last from
+again. In plans of zeros their gradients counted in clipping, but not in few, fewest, tenth, again and last."""
+SMALL: dict[str, Choice] = {
     "scout": Choice(
         replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25, lr=0.1, share=0.5, cutout=8),
         {
@@ -75,8 +80,6 @@ CHOICES: dict[str, Choice] = {
             "until": (0.25, 0.1),
         },
         by="loss",
-    ),  # asked of a small network only, by_heart.py: what else the last plan might ask
+    ),
 }
-"""What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
-from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth, last from
-again. In plans of zeros their gradients counted in clipping, but not in few, fewest, tenth, again and last."""
+"""Asked of a small network only (by_heart.py): what else the last plan might ask."""
