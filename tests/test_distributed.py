@@ -21,7 +21,7 @@ def launch(what: str, processes: int, folder: Path) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     out = folder / f"{what}-{processes}"
     root = str(WORKER.parents[1])
-    base = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    base = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     base["PYTHONPATH"] = os.pathsep.join([root, str(Path(root) / "src"), base.get("PYTHONPATH", "")])
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     running = []
