@@ -11,13 +11,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from benchmarks.cifar import by_heart, choosing, data, status, tables
+import sapwood as sw
+from benchmarks.cifar import alike, by_heart, choosing, data, status, tables
 from benchmarks.cifar.__main__ import main
 from benchmarks.cifar.choosing import best_levels, decided, is_ready
 from benchmarks.cifar.data import Images, accuracy, load, loss, shrunk, unshrunk
@@ -32,6 +34,7 @@ from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, all_epochs
 from benchmarks.cifar.side_by_side import run_all
 from benchmarks.cifar.tables import finished
 from benchmarks.cifar.work import Place
+from sapwood.masking.hold import Hold
 from sapwood.recovery.regions import blocks_of
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -450,3 +453,37 @@ def test_the_record_runs_every_plan() -> None:
     final = {(p, given.one or 0) for given in asked for p in given.point if given.split == "test"}
     points = [n for n, r in POINTS.items() if r.target and n not in FIRST]
     assert {(p, seed) for p in points for seed in range(3)} <= final
+
+
+@pytest.mark.filterwarnings("ignore:.*is all zero now")
+def test_what_the_library_computed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same library ends alike; one whose steps differ does not; one without an option says so."""
+    np.savez(tmp_path / data.ARRAYS, **data._noise())
+    save_file(ResNet(1).state_dict(), tmp_path / data.WEIGHTS)
+    monkeypatch.setattr(alike, "IMAGES", 192)
+    monkeypatch.setattr(alike, "EPOCHS", 2)
+    then, now = (alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) for _ in range(2))
+    assert then == now and len(then) == 64
+    clear = Hold.clear_gradients
+    monkeypatch.setattr(Hold, "clear_gradients", lambda self: None)  # as it was before clipping left zeros out
+    assert alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) != now
+    monkeypatch.setattr(Hold, "clear_gradients", clear)
+
+    def before(model: Any, example: Any, loader: Any, budget: Any, *, distill: bool = False, **more: Any) -> Any:
+        if "regrow" in more:
+            raise TypeError("regrow is not known")
+        return prune_and_recover(model, example, loader, budget, teacher=model if distill else None, **more)
+
+    prune_and_recover = sw.prune_and_recover
+    monkeypatch.setattr(sw, "prune_and_recover", before)
+    assert alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) == now
+    monkeypatch.setitem(POINTS, "oneshot-90", replace(POINTS["oneshot-90"], schedule="cubic", regrow=0.8))
+    assert alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) == "TypeError: regrow is not known"
+
+
+def test_points_that_are_computed_as_before_are_told(tmp_path: Path) -> None:
+    lines = [("a", "one", "one"), ("b", "one", "two"), ("c", "TypeError: regrow is not known", "two")]
+    said = [{"point": p, "commit": "abc", "seeds": [0, 2], "then": then, "now": now} for p, then, now in lines]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in said))
+    ends = [line.split(" | ")[-1] for line in alike.table(tmp_path / "lines").splitlines()[2:]]
+    assert ends == ["yes |", "no |", "TypeError: regrow is not known |"]

@@ -19,6 +19,7 @@ _CUT = Recipe(  # as cut found
     epochs=20, inner=False, schedule="cubic", rounds=6, until=0.3, mend=16, lr=0.05, mixup=0.5, cutout=8
 )
 _WHERE = {"score": ("l1", "lamp"), "late": (0.0, 0.4)}
+_MIXED = {"share": (0.9, 0.5), "cutmix": (0.0, 1.0), "cutout": (0, 8)}
 _CHOSEN = {"regrow": (0.0, 0.8), "score": ("magnitude", "lamp")}
 CHOICES: dict[str, Choice] = {
     "long": Choice(Recipe(fewer=2.57, epochs=80, mend=8), {"lr": (0.05, 0.1), **_CUTS}),
@@ -64,6 +65,12 @@ CHOICES: dict[str, Choice] = {
             "calm": (0.0, 0.2),
         },
         by="loss",
+    ),
+    "mixed95": Choice(
+        replace(_FEW, sparsity=0.95, epochs=32, lr=0.1, mixup=0.5, weight_decay=1.5e-4, regrow=0.8), _MIXED, by="loss"
+    ),  # from what few and fewest found
+    "mixed98": Choice(
+        replace(_FEW, sparsity=0.98, epochs=40, lr=0.2, mixup=0.3, weight_decay=1e-4, regrow=0.8), _MIXED, by="loss"
     ),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
