@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -190,6 +191,18 @@ def test_what_was_pruned_is_pruned_further_and_taught_by_the_dense_model(trained
     same = [all(torch.equal(t, row[n]) for n, t in own.model.state_dict().items()) for row in rows]
     assert same == [False, False, True]  # three different ways to learn; its own teacher is what distill=True means
     assert accuracy(own.model, x, y) > 0.9
+
+
+def test_more_rounds_than_steps_are_told(trained: nn.Module) -> None:
+    loader, x, _ = blobs()
+    steps: list[int] = []
+    given: dict[str, Any] = {"lr": 0.05, "epochs": 2 / len(loader), "on_step": lambda step, total: steps.append(total)}
+    with pytest.warns(UserWarning, match=r"5 rounds .*: 5 steps instead of 2 .* choose fewer rounds") as told:
+        sw.prune_and_recover(trained, x[:2], loader, sw.Budget(sparsity=0.8), schedule="cubic", rounds=5, **given)
+    assert len(told) == 1 and told[0].filename == __file__ and steps == [5] * 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sw.prune_and_recover(trained, x[:2], loader, sw.Budget(sparsity=0.8), schedule="cubic", rounds=2, **given)
 
 
 def test_the_optimizer_follows_a_cut_between_rounds(trained: nn.Module) -> None:

@@ -140,8 +140,15 @@ class Session:
 
 
 def steps_for(epochs: float, loop: Loop, rounds: int = 1) -> int:
-    """Steps of the optimizer in so many epochs; at least one a round."""
-    return max(rounds, _ceil(epochs * loop.steps_per_epoch))
+    """Steps of the optimizer in so many epochs; at least one a round, which is told."""
+    asked = _ceil(epochs * loop.steps_per_epoch)
+    if asked < rounds:
+        warnings.warn(
+            f"{rounds} rounds take at least a step each: {rounds} steps instead of {asked} ({epochs:g} epochs). To "
+            "train no longer, choose fewer rounds or smaller batches.",
+            stacklevel=3,
+        )
+    return max(rounds, asked)
 
 
 def _ceil(steps: float) -> int:
