@@ -31,7 +31,7 @@ import torch
 
 import sapwood as sw
 from benchmarks.cifar.choosing import decided
-from benchmarks.cifar.recipes import ABLATION, FIRST, POINTS
+from benchmarks.cifar.recipes import ABLATION, FIRST, POINTS, names_of
 from benchmarks.cifar.work import KEPT, Place, Run, environment
 
 IMAGES, EPOCHS, BATCHES = 512, 4, 4
@@ -119,8 +119,11 @@ def main() -> None:
             print(point, in_small(point, given.data, given.one), flush=True)
         return
     left = {**FIRST, **ABLATION}
-    asked = given.points or [name for name, recipe in POINTS.items() if not recipe.only and name not in left]
+    named = [name for point in given.points for name in names_of(point)]
+    asked = named or [name for name, recipe in POINTS.items() if not recipe.only and name not in left]
     runs = {point: commits for point in asked if (commits := begun(point))}
+    if not runs:
+        raise SystemExit(f"{', '.join(asked)}: expected points with runs on the test images, in {KEPT}; there are none")
     now = dict(each(list(runs), HERE, given.data))
     said = {k: v for k, v in environment(torch.device("cpu")).items() if k in ("device", "torch", "sapwood")}
     for commit in dict.fromkeys(commit for commits in runs.values() for commit in commits):
