@@ -37,7 +37,10 @@ from benchmarks.cifar.work import Place
 from sapwood.masking.hold import Hold
 from sapwood.recovery.regions import blocks_of
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
+pytestmark = [
+    pytest.mark.usefixtures("on_the_cpu"),
+    pytest.mark.filterwarnings("ignore:.* rounds take at least a step each"),  # of a few steps in all
+]
 
 
 def words(folder: Path, *more: str) -> list[str]:
