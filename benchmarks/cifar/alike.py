@@ -7,12 +7,14 @@ python -m benchmarks.cifar.alike [POINT ...] [--data scratch/cifar]
     A line of JSON for each; ours are in benchmarks/results/cifar/alike.jsonl
 --table FILE   what comes of such lines, as Markdown
 
-What runs on a GPU only (captured graphs, fused optimizers, compiled blocks) is not seen so.
+Images are mixed and Torch-Pruning is called by this benchmark as it is here. What runs on a GPU only (captured graphs,
+fused optimizers, compiled blocks) is not seen so.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import inspect
 import json
 import os
@@ -63,7 +65,8 @@ def in_small(point: str, data: Path, folder: Path, blocks: int = 9) -> str:
 
 
 def older(real: Any) -> Any:
-    """What a library of before knows: the dense model as teacher by a switch, no zeros that come back."""
+    """What a library of before knows: the dense model as teacher by a switch, no zeros that come back.
+    Nothing is kept on the way."""
     known = inspect.signature(real).parameters
 
     def call(*args: Any, teacher: Any = None, regrow: float = 0.0, **more: Any) -> Any:
@@ -125,7 +128,7 @@ def main() -> None:
     if not runs:
         raise SystemExit(f"{', '.join(asked)}: expected points with runs on the test images, in {KEPT}; there are none")
     now = dict(each(list(runs), HERE, given.data))
-    said = {k: v for k, v in environment(torch.device("cpu")).items() if k in ("device", "torch", "sapwood")}
+    said = {"date": datetime.date.today().isoformat(), **environment(torch.device("cpu"))}
     for commit in dict.fromkeys(commit for commits in runs.values() for commit in commits):
         for point, then in each([p for p, commits in runs.items() if commit in commits], commit, given.data):
             told = {"point": point, "commit": commit, "seeds": runs[point][commit], "then": then, "now": now[point]}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import sapwood as sw
@@ -28,8 +27,7 @@ from benchmarks.cifar.data import MEAN, STD, Images, accuracy, load, loss
 from benchmarks.cifar.factors import effects
 from benchmarks.cifar.kinds import Recipe
 from benchmarks.cifar.mixing import Harder
-from benchmarks.cifar.model import ResNet, base
-from benchmarks.cifar.pace import BLOCKS, smaller
+from benchmarks.cifar.pace import dense, smaller
 from benchmarks.cifar.plans import CHOICES, SMALL
 from benchmarks.cifar.work import environment
 from sapwood.recovery import TensorLoader
@@ -49,17 +47,6 @@ def images(data: Path) -> tuple[Images, Images]:
     whole, _ = load(data, "validation", torch.device("cpu"))
     small = smaller(whole, TRAINED + HELD)
     return Images(small.x[:TRAINED], small.y[:TRAINED]), Images(small.x[TRAINED:], small.y[TRAINED:])
-
-
-def dense(path: Path, train: Images, seed: int) -> nn.Module:
-    if not path.exists():
-        torch.manual_seed(seed)
-        model = ResNet(BLOCKS)
-        loader = TensorLoader(train.x, train.y, BATCH, pad=PAD, flip=True, mean=MEAN, std=STD, drop_last=True)
-        sw.recover(model, loader, lr=0.1, epochs=BEFORE, fraction=1.0, anneal="cosine", warmup=0.02, seed=seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(model.state_dict(), path)
-    return base(path, BLOCKS)
 
 
 def run(recipe: Recipe, model: nn.Module, train: Images, seed: int) -> nn.Module:
@@ -100,8 +87,9 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     train, held = images(given.data)
+    loader = TensorLoader(train.x, train.y, BATCH, pad=PAD, flip=True, mean=MEAN, std=STD, drop_last=True)
     for seed in given.seeds:
-        model = dense(given.bases / f"{seed}.safetensors", train, seed)
+        model = dense(given.bases / f"{seed}.safetensors", loader, seed, BEFORE)
         known: dict[str, Any] = {"dense": round(accuracy(model, held), 3), "of training images": accuracy(model, train)}
         known |= {"epochs": EPOCHS, **environment(torch.device("cpu"))}
         for way, levels in [(name, row) for name in given.ways for row in PLANS[name].plan]:

@@ -42,11 +42,11 @@ def images(data: Path) -> tuple[TensorLoader, Images, Images]:
     return loader, held, train
 
 
-def dense(path: Path, loader: TensorLoader, seed: int = 0) -> nn.Module:
+def dense(path: Path, loader: TensorLoader, seed: int = 0, epochs: float = 40) -> nn.Module:
     if not path.exists():
         torch.manual_seed(seed)
         model = ResNet(BLOCKS)
-        sw.recover(model, loader, lr=0.1, epochs=40, anneal="cosine", warmup=0.02, seed=seed)
+        sw.recover(model, loader, lr=0.1, epochs=epochs, anneal="cosine", warmup=0.02, seed=seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), path)
     return base(path, BLOCKS)

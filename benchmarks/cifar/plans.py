@@ -68,14 +68,14 @@ CHOICES: dict[str, Choice] = {
     ),
     "mixed95": Choice(
         replace(_FEW, sparsity=0.95, epochs=32, lr=0.1, mixup=0.5, weight_decay=1.5e-4, regrow=0.8), _MIXED, by="loss"
-    ),  # from what few and fewest found
+    ),
     "mixed98": Choice(
         replace(_FEW, sparsity=0.98, epochs=40, lr=0.2, mixup=0.3, weight_decay=1e-4, regrow=0.8), _MIXED, by="loss"
     ),
 }
 """What is asked of the validation split before the points with that way are run; shape starts from what long found, cut
 from shape, where from cut, zeros from sparse, few, fewest and tenth from zeros, again from tenth, last from
-again. In plans of zeros their gradients counted in clipping, but not in few, fewest, tenth, again and last."""
+again, mixed95 and mixed98 from few and fewest. In plans of zeros before few their gradients counted in clipping."""
 SMALL: dict[str, Choice] = {
     "scout": Choice(
         replace(_FEW, sparsity=0.9, epochs=60, mixup=1.0, until=0.25, lr=0.1, share=0.5, cutout=8),
