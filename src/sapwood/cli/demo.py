@@ -41,7 +41,7 @@ def demo(
     if not as_json:
         console.print(
             f"A small CNN on scikit-learn's digits (8 x 8 pixels): {EPOCHS} epochs of training, then three ways of "
-            f"pruning, each\nfine-tuned for {FRACTION:.0%} of those epochs. {seeds} seed{'s' * (seeds > 1)}, "
+            f"pruning, each fine-tuned for {FRACTION:.0%} of those epochs. {seeds} seed{'s' * (seeds > 1)}, "
             f"{where}.",
             highlight=False,
         )
