@@ -1,9 +1,9 @@
 """Does the library still compute what the figures were measured with? Tried in small, on a CPU.
 
 python -m benchmarks.cifar.alike [POINT ...] [--data scratch/cifar]
-    Every point of the record that has been run on the test images, but earlier recipes, or those named: its recipe for
-    4 epochs on 512 training images, by the library as it was committed last when a seed of it began, and as it is
-    here. The end of both is compared, bit for bit.
+    Every point of the record that has been run on the test images, but earlier recipes, or those named ("ablation" is
+    all of it): its recipe for 4 epochs on 512 training images, by the library as it was committed last when a seed of
+    it began, and as it is here. The end of both is compared, bit for bit.
     A line of JSON for each; ours are in benchmarks/results/cifar/alike.jsonl
 --table FILE   what comes of such lines, as Markdown
 
@@ -43,7 +43,8 @@ HERE = "as it is here"
 def begun(point: str) -> dict[str, list[int]]:
     """By the commit that was the last one when a run of the point began: its seeds."""
     found: dict[str, list[int]] = defaultdict(list)
-    for path in sorted(KEPT.glob(f"{point}-test-*.jsonl")):
+    split = "validation" if point in ABLATION else "test"
+    for path in sorted(KEPT.glob(f"{point}-{split}-*.jsonl")):
         start = json.loads(path.read_text().splitlines()[0])
         command = ["git", "log", "-1", "--format=%h", f"--before={start['time']}"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -126,7 +127,8 @@ def main() -> None:
     asked = named or [name for name, recipe in POINTS.items() if not recipe.only and name not in left]
     runs = {point: commits for point in asked if (commits := begun(point))}
     if not runs:
-        raise SystemExit(f"{', '.join(asked)}: expected points with runs on the test images, in {KEPT}; there are none")
+        expected = f"expected points of the record or of the ablation that have been run, in {KEPT}; there are none"
+        raise SystemExit(f"{', '.join(asked)}: {expected}")
     now = dict(each(list(runs), HERE, given.data))
     said = {"date": datetime.date.today().isoformat(), **environment(torch.device("cpu"))}
     for commit in dict.fromkeys(commit for commits in runs.values() for commit in commits):

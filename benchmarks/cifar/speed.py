@@ -14,7 +14,7 @@ import torch
 
 import sapwood as sw
 from benchmarks.cifar.kinds import Recipe
-from benchmarks.cifar.work import Place, Run
+from benchmarks.cifar.work import Place, Run, environment
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -75,7 +75,7 @@ def profile(place: Place, name: str, taught: bool, steps: int = 20) -> None:
 def measure(place: Place, steps: int, which: list[str], seed: int = 0, beside: str = "alone") -> None:
     """``which`` switches, all unless some are named; ``beside`` says what else runs on the device."""
     run, taught = Run("speed", Recipe(), seed, place), (False, True) if beside == "alone" else (True,)
-    run.tell("start", steps=steps)
+    run.tell("start", steps=steps, **environment(run.device))
     for name in which or list(SWITCHES):
         for with_teacher in taught:
             for sparse in (False, True) if not with_teacher and "graph" in name else (False,):

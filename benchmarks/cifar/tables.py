@@ -158,11 +158,11 @@ def speeds(folder: Path) -> Iterator[str]:
     lines = [json.loads(t) for p in sorted(folder.glob("speed-*.jsonl")) for t in p.read_text().splitlines()]
     found = [e for e in lines if e["event"] == "speed"]
     if found:
-        yield "| switches | beside | teacher | zeros held | ms a step | set up, s |"
-        yield "|---|---|---|---|---|---|"
+        yield "| date | switches | beside | teacher | zeros held | ms a step | set up, s |"
+        yield "|---|---|---|---|---|---|---|"
     for e in found:
         took = f"{e['ms_per_step']} | {e['set_up_s']}" if "ms_per_step" in e else f"{e['failed'][:80]} |"
-        yield f"| {e['switches']} | {e['beside']} | {e['teacher']} | {e['zeros']} | {took} |"
+        yield f"| {e['time'][:10]} | {e['switches']} | {e['beside']} | {e['teacher']} | {e['zeros']} | {took} |"
 
 
 OLD = "Earlier runs on the validation split, from a base that was trained for 100 epochs only:"
