@@ -24,6 +24,7 @@ from benchmarks.cifar.plans import CHOICES
 from benchmarks.cifar.recipes import ABLATION, FIRST, GROUPS, POINTS, all_epochs, names_of, recipe_of
 from benchmarks.cifar.work import Place
 from sapwood.masking.hold import Hold
+from sapwood.scoring.weights import l1
 
 pytestmark = [
     pytest.mark.usefixtures("on_the_cpu"),
@@ -194,6 +195,12 @@ def test_what_the_library_computed_before(tmp_path: Path, monkeypatch: pytest.Mo
     prune_and_recover = sw.prune_and_recover
     monkeypatch.setattr(sw, "prune_and_recover", before)
     assert alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) == now
+    named = alike.in_small("ablation-2.57-lamp-global-rewind-plain", tmp_path, tmp_path, blocks=1)
+    monkeypatch.setattr(alike, "NAMES", ("l1", "l2"))  # as it was before channels were ranked by that name
+    assert alike.in_small("ablation-2.57-lamp-global-rewind-plain", tmp_path, tmp_path, blocks=1) == named
+    by_l1 = alike.in_small("ablation-2.57-l1-global-rewind-plain", tmp_path, tmp_path, blocks=1)
+    monkeypatch.setattr(alike, "lamp", l1)
+    assert named != by_l1 == alike.in_small("ablation-2.57-lamp-global-rewind-plain", tmp_path, tmp_path, blocks=1)
     monkeypatch.setitem(POINTS, "oneshot-90", replace(POINTS["oneshot-90"], schedule="cubic", regrow=0.8))
     assert alike.in_small("oneshot-90", tmp_path, tmp_path, blocks=1) == "TypeError: regrow is not known"
 

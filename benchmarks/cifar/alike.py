@@ -35,6 +35,7 @@ import sapwood as sw
 from benchmarks.cifar.choosing import decided
 from benchmarks.cifar.recipes import ABLATION, FIRST, POINTS, names_of
 from benchmarks.cifar.work import KEPT, Place, Run, environment
+from sapwood.scoring.weights import NAMES
 
 IMAGES, EPOCHS, BATCHES = 512, 4, 4
 HERE = "as it is here"
@@ -66,16 +67,27 @@ def in_small(point: str, data: Path, folder: Path, blocks: int = 9) -> str:
 
 
 def older(real: Any) -> Any:
-    """What a library of before knows: the dense model as teacher by a switch, no zeros that come back.
-    Nothing is kept on the way."""
+    """What a library of before knows: the dense model as teacher by a switch, no zeros that come back, channels by LAMP
+    only as a function. Nothing is kept on the way."""
     known = inspect.signature(real).parameters
 
     def call(*args: Any, teacher: Any = None, regrow: float = 0.0, **more: Any) -> Any:
         more |= {"teacher": teacher} if "teacher" in known else {"distill": teacher is not None}
         more |= {"regrow": regrow} if regrow or "regrow" in known else {}
+        if more["options"].get("score") == "lamp" and "allocate" in more["options"] and "lamp" not in NAMES:
+            more["options"] = {**more["options"], "score": lamp}
         return real(*args, **{k: v for k, v in more.items() if k != "checkpoint"})
 
     return call
+
+
+def lamp(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """As this benchmark had it until the library named it: a square over the sum of those at least as large."""
+    squares = weight.detach().double().square().sum(dim=[d for d in range(weight.dim()) if d != dim])
+    ordered, places = squares.sort()
+    result = torch.empty_like(squares)
+    result[places] = ordered / ordered.flip(0).cumsum(0).flip(0).clamp_min(1e-30)
+    return result.float()
 
 
 def each(points: list[str], commit: str, data: Path) -> Iterator[tuple[str, str]]:

@@ -147,12 +147,14 @@ class Run:
         found["norms taken anew"] = self.look(refresh_norms_(sw.cut(dense, cut.plan), batches))
         mended = refresh_norms_(refit_(sw.cut(dense, cut.plan), dense, cut.plan, batches), batches)
         found["refitted, norms taken anew"] = self.look(mended)
-        gentle = {**self.training(), "schedule": "cubic", "rounds": 8, "until": 1.0, "epochs": 0.5, "lr": 0.01}
+        epochs = self.recipe.epochs
+        gentle = {**self.training(), "schedule": "cubic", "rounds": 8, "until": 1.0, "epochs": epochs, "lr": 0.01}
         gentle |= {"anneal": "none", "distill": True, "mend": batches, "options": self.options(dense)}
         gentle["validate"] = self.look
         eased = sw.prune_and_recover(dense, self.example, self.loader(), budget, **gentle)
         assert eased.pruned is not None and eased.pruned.metric is not None
-        found["the last of 8 small cuts, refitted, within half an epoch"] = eased.pruned.metric
+        within = "half an epoch" if epochs == 0.5 else f"{epochs:g} epochs"
+        found[f"the last of 8 small cuts, refitted, within {within}"] = eased.pruned.metric
         return {"drop": found, **self.size(cut.model, dense)}
 
     # what it is made of
