@@ -125,7 +125,7 @@ POINTS |= {
     "mixed-98-200": Recipe(way="mixed98", sparsity=0.98, epochs=200, target=92.0),
 }
 POINTS |= {f"{name}-again": POINTS[name] for name in ("nm24", "oneshot-90-40")}
-POINTS |= {f"{name}-2": replace(POINTS[name], epochs=2) for name in ("drop", "drop-half")}
+POINTS["drop-half-2"] = replace(POINTS["drop-half"], epochs=2)
 POINTS["long-2.57-100"] = Recipe(way="long", fewer=2.57, epochs=100, target=93.7)
 for (_fewer, _epochs), _target in STRUCTURED.items():
     POINTS[f"shape-{_fewer}-{_epochs}"] = Recipe(way="shape", fewer=float(_fewer), epochs=_epochs, target=_target)
@@ -156,7 +156,7 @@ for _score, _allocate, _rate, _distill in itertools.product(
 POINTS |= ABLATION
 
 GROUPS: dict[str, list[str]] = {
-    "promise": ["drop", "drop-2", "drop-half", "drop-half-2", "promise-20", "promise-40", "half-40"],
+    "promise": ["drop", "drop-half", "drop-half-2", "promise-20", "promise-40", "half-40"],
     "ablation": list(ABLATION),
     **{way: [f"try-{way}-{levels}" for levels in choice.plan] for way, choice in CHOICES.items()},
 }
