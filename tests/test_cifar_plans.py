@@ -114,6 +114,8 @@ def test_epochs_add_up_and_sizes_are_those_of_the_point(monkeypatch: pytest.Monk
     assert [all_epochs(r) for r in POINTS.values() if r.way == "zeros"] == [90, 160, 230, 300]
     latest = {n: all_epochs(r) for n, r in POINTS.items() if r.way in ("tenth", "few", "fewest")}
     assert latest == {"few-90-120": 120, "tenth-90-200": 200, "few-95-150": 150, "fewest-98-220": 220}
+    allowed = {n: 300 if r.sparsity else 40 if r.pattern == "2:4" else 200 for n, r in POINTS.items() if r.target}
+    assert all(all_epochs(POINTS[n]) <= epochs for n, epochs in allowed.items())
     monkeypatch.setattr(choosing, "best_levels", lambda way, place: "01110")
     place = Place(Path("random"), Path("none"), Path("none"))
     ours, theirs = (decided(POINTS[n], place) for n in ("cut-2.57-20", "theirs-2.57-20-l1"))
